@@ -1,0 +1,1 @@
+"""Trimaran trains any PyTorch model on one device or on thousands, with the same result."""
