@@ -26,8 +26,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One rank's share of the global batch of step `index` (from 0), which has `num_samples` over all ranks."""
+    """One rank's share of the global batch of step `index` (from 0), which has `num_samples` over all ranks.
+
+    `total_weight` is the loss's weight over all ranks, where it has been agreed on ahead of the step.
+    """
 
     index: int
     num_samples: int
     micro_batches: tuple[MicroBatch, ...]
+    total_weight: float | None = None

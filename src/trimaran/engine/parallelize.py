@@ -1,0 +1,50 @@
+"""Job × Layout → Engine: the one ordered table of what is applied to a model."""
+
+from __future__ import annotations
+
+from trimaran.engine.init import build_model, cast_parameters
+from trimaran.engine.precision import parameter_dtype
+from trimaran.engine.step import Engine
+from trimaran.errors import LayoutError
+from trimaran.job import Job
+from trimaran.layout import Layout
+from trimaran.phases import Phases
+from trimaran.world import World
+
+
+def build_engine(job: Job, layout: Layout, world: World, phases: Phases | None = None) -> Engine:
+    """The engine that trains `job` on this rank; every rank must call it. `layout` must be resolved for the world.
+
+    Raises JobError, OptimizerError or LayoutError where job and layout do not fit.
+    """
+    _check_precision(layout, world)
+    model = build_model(job.model, job.seed)
+    cast_parameters(model, parameter_dtype(layout.precision))
+    model.to(world.device)
+    if not model.training:
+        model.train()
+    # Here follow, in this order: cut the pipeline, tensor, recompute, compile, shard.
+    optimizer = job.optimizer.build(model.named_parameters(), job.optimizer.rate(job.global_batch).value)
+    return Engine(
+        model=model,
+        world=world,
+        precision=layout.precision,
+        loss=job.loss,
+        metrics=job.metrics,
+        inputs=job.input_keys,
+        optimizer=optimizer,
+        lr_factor=job.schedule.resolve(total_steps=job.total_steps, steps_per_epoch=job.steps_per_epoch),
+        clip=job.clip,
+        seed=job.seed,
+        phases=phases or Phases(),
+    )
+
+
+def _check_precision(layout: Layout, world: World) -> None:
+    device = world.device.type
+    if layout.precision == "tf32" and device != "cuda":
+        raise LayoutError(
+            f"precision=tf32 on {device}.", "TensorFloat-32 is a mode of NVIDIA's tensor cores.", "Use precision=fp32."
+        )
+    if layout.precision == "fp64" and device == "mps":
+        raise LayoutError("precision=fp64 on mps.", "That device has no float64.", "Use precision=fp32, or the CPU.")

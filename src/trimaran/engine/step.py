@@ -1,0 +1,217 @@
+"""The engine: one optimizer step of the global batch, whatever the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trimaran.batch import MicroBatch, RankBatch
+from trimaran.engine.buffers import RunningBuffers, unchanged_buffers
+from trimaran.engine.measure import evaluation_mode, measure, read_means
+from trimaran.engine.norm import clip_coefficient, global_norm
+from trimaran.engine.precision import LossScale, forward_context, parameter_dtype, upcast_output
+from trimaran.engine.replicas import Replicas
+from trimaran.engine.result import StepResult
+from trimaran.engine.update import apply_update
+from trimaran.errors import JobError
+from trimaran.job import Loss
+from trimaran.layout import Precision
+from trimaran.phases import Phases
+from trimaran.world import World, derive_seed, seed_forward
+
+
+class Engine:
+    """Trains one model: `step(batch)` = `accumulate(batch)` + `update()`. Every rank calls the same methods.
+
+    `model` is the module itself, on `world.device`, with its weights in place; `parallelize.build_engine` makes both.
+    The hot path reads nothing back from the device; a step's figures wait in the `StepResult`.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        world: World,
+        precision: Precision,
+        loss: Loss,
+        metrics: Mapping[str, Loss],
+        inputs: Mapping[str, str],
+        optimizer: torch.optim.Optimizer,
+        lr_factor: Callable[[int], float],
+        clip: float | None,
+        seed: int,
+        phases: Phases,
+    ) -> None:
+        self.model = model
+        self.world = world
+        self.precision = precision
+        self.loss = loss
+        self.optimizer = optimizer
+        self.num_updates = 0
+        self.loss_scale = LossScale() if precision == "fp16" else None
+        self.phases = phases
+        self._measures = {"loss": loss, **metrics}
+        self._inputs = inputs
+        self._lr_factor = lr_factor
+        self._clip = clip
+        self._seed = seed
+        self._dtype = parameter_dtype(precision)
+        # MPS has no float64.
+        self._sum_dtype = torch.float32 if world.device.type == "mps" else torch.float64
+        self._data_group = world.group("dp")
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._replicas = None if self._data_group is None else Replicas(self._parameters, self._data_group)
+        self._buffers = RunningBuffers(model, self._data_group)
+        self._accumulated: tuple[RankBatch, Tensor, dist.Work | None] | None = None
+        self._previous: StepResult | None = None
+
+    def step(self, batch: RankBatch) -> StepResult:
+        """One optimizer step on this rank's share of a global batch."""
+        self.accumulate(batch)
+        return self.update()
+
+    def accumulate(self, batch: RankBatch) -> None:
+        """Leaves in every `parameter.grad` the gradient of the global batch's loss, summed over the data ranks.
+
+        The loss is the sum over the global batch divided by its total weight; in fp16 the gradient is multiplied by
+        the loss scale. A parameter that no sample used has a gradient of zero. Micro-batches run in the batch's order.
+        """
+        if self._accumulated is not None:
+            raise JobError(
+                "accumulate() was called twice without an update().",
+                "One call takes a whole global batch; its micro-batches are inside.",
+                "Call update() after each accumulate().",
+            )
+        if self.loss_scale is not None:
+            self._settle_previous()  # whether the scale grows or shrinks decides this step's gradients
+        weight = batch.total_weight if batch.total_weight is not None else self.agree_on_weight(batch)
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        # A batch of no weight has no mean: its gradients become not-a-number, and the step is skipped as any such is.
+        factor = scale / weight if weight else float("nan")
+        self.drop_gradients()
+        self._buffers.begin_step()
+        loss_sum = torch.zeros((), dtype=self._sum_dtype, device=self.world.device)
+        for index, micro_batch in enumerate(batch.micro_batches):
+            if self._replicas is not None:
+                self._replicas.begin_micro_batch(last=index == len(batch.micro_batches) - 1)
+            loss_sum += self._run_micro_batch(batch.index, micro_batch, 0.0 if micro_batch.weightless else factor)
+        loss_sum /= scale
+        with self.phases("synchronize"):
+            self._complete_gradients()
+            self._buffers.finish_step(had_samples=not all(each.weightless for each in batch.micro_batches))
+            work = None
+            if self._data_group is not None:
+                work = dist.all_reduce(loss_sum, group=self._data_group, async_op=True)
+        self._accumulated = (batch, loss_sum, work)
+
+    def update(self) -> StepResult:
+        """Clips and applies the accumulated gradients; skips on every rank where their norm is not finite."""
+        if self._accumulated is None:
+            raise JobError(
+                "update() was called without an accumulate().",
+                "It applies the gradients of one global batch.",
+                "Call accumulate(batch) first, or step(batch).",
+            )
+        self._settle_previous()
+        batch, loss_sum, work = self._accumulated
+        with self.phases("update"):
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            scale = self.loss_scale.value if self.loss_scale else 1.0
+            norm = global_norm(gradients) / scale
+            lr_factor = self._lr_factor(self.num_updates)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["base_lr"] * lr_factor
+            apply_update(self.optimizer, gradients, norm, clip_coefficient(norm, self._clip) / scale)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self._previous = StepResult(index=batch.index, lr=lr, loss_sum=loss_sum, norm=norm, work=work)
+        self._accumulated = None
+        return self._previous
+
+    def evaluate(self, batches: Iterable[RankBatch]) -> dict[str, float]:
+        """Loss and metrics over all batches and ranks, each its total over its weight, exactly.
+
+        Weights, buffers and modes of the model are as before. Every rank calls it with as many micro-batches.
+        """
+        sums = torch.zeros(2, len(self._measures), dtype=self._sum_dtype, device=self.world.device)
+        with torch.no_grad(), evaluation_mode(self.model), self.phases("evaluate"):
+            for batch in batches:
+                for micro_batch in batch.micro_batches:
+                    tensors = self.to_device(micro_batch)
+                    output = self.forward(tensors)
+                    if not micro_batch.weightless:
+                        sums += measure(self._measures.values(), output, tensors).to(sums)
+            if self._data_group is not None:
+                dist.all_reduce(sums, group=self._data_group)
+        return read_means(self._measures, sums)
+
+    def agree_on_weight(self, batch: RankBatch) -> float:
+        """The batch's weight summed over all ranks, asked for now; the run asks one step ahead instead."""
+        return float(self.world.agree(self.local_weight(batch)))
+
+    def local_weight(self, batch: RankBatch) -> Tensor:
+        """What this rank adds to the batch's weight: a float64 scalar on the CPU; no collective."""
+        if self.world.place.tp or self.world.place.pp:  # the same samples as the first rank of this data rank
+            return torch.zeros((), dtype=torch.float64)
+        weights = [self.loss.weight(each.tensors).double() for each in batch.micro_batches if not each.weightless]
+        return torch.stack(weights).sum().cpu() if weights else torch.zeros((), dtype=torch.float64)
+
+    def drop_gradients(self) -> None:
+        """Forgets all gradients, as at the start of a step."""
+        if self._replicas is not None:
+            self._replicas.begin_step()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def to_device(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The micro-batch's tensors on the device; floating-point ones in the parameters' type."""
+        return {
+            key: tensor.to(
+                self.world.device, self._dtype if tensor.is_floating_point() else tensor.dtype, non_blocking=True
+            )
+            for key, tensor in micro_batch.tensors.items()
+        }
+
+    def forward(self, tensors: Mapping[str, Tensor]) -> Any:
+        """The model's output at the run's precision; half-precision tensors in it are upcast."""
+        with forward_context(self.precision, self.world.device):
+            output = self.model(**{name: tensors[key] for name, key in self._inputs.items()})
+        return upcast_output(output)
+
+    def seed_micro_batch(self, index: int, micro_batch: MicroBatch) -> None:
+        """Seeds what a forward draws from (dropout) under (seed, step, position of its first sample)."""
+        seed_forward(self.world.device, derive_seed(self._seed, index, micro_batch.position))
+
+    def _run_micro_batch(self, index: int, micro_batch: MicroBatch, factor: float) -> Tensor:
+        kept = unchanged_buffers(self.model) if micro_batch.weightless else nullcontext()
+        with self.phases("forward"), kept:
+            tensors = self.to_device(micro_batch)
+            self.seed_micro_batch(index, micro_batch)
+            scaled = self.loss.total(self.forward(tensors), tensors) * factor
+        with self.phases("backward"):
+            scaled.backward()
+        return scaled.detach()
+
+    def _complete_gradients(self) -> None:
+        if self._replicas is not None:
+            self._replicas.finish_step()
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _settle_previous(self) -> None:
+        """Takes in whether the step before was skipped: the schedule and the loss scale advance by updates.
+
+        Read as late as can be, so that the device has long finished that step and nobody waits.
+        """
+        if self._previous is None:
+            return
+        skipped = self._previous.skipped
+        self.num_updates += not skipped
+        if self.loss_scale is not None:
+            self.loss_scale.update(skipped=skipped)
+        self._previous = None

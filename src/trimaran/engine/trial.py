@@ -1,0 +1,119 @@
+"""One dry micro-batch before step 1: shape errors, out-of-memory and a loss that is a mean are found here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from trimaran.batch import MicroBatch
+from trimaran.engine.buffers import unchanged_buffers
+from trimaran.engine.measure import evaluation_mode
+from trimaran.engine.step import Engine
+from trimaran.errors import JobError, LossError
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a dry micro-batch told: FLOPs of forward and backward per sample, and parameters without a gradient."""
+
+    flops_per_sample: float
+    unused_parameters: tuple[str, ...]
+
+
+def try_micro_batch(engine: Engine, micro_batch: MicroBatch, inputs: Mapping[str, str]) -> Trial:
+    """Runs forward and backward once and leaves no trace: weights, buffers, gradients and randomness are as before.
+
+    Collective-free; each rank tries its own micro-batch. Raises JobError or LossError for what would fail later.
+    """
+    _check_keys(inputs, micro_batch)
+    engine.seed_micro_batch(0, micro_batch)
+    try:
+        with unchanged_buffers(engine.model), FlopCounterMode(display=False) as counter:
+            tensors = engine.to_device(micro_batch)
+            total = engine.loss.total(engine.forward(tensors), tensors)
+            _check_total(total)
+            total.backward()
+    except torch.OutOfMemoryError as problem:
+        raise JobError(
+            f"a micro-batch of {micro_batch.num_samples} samples does not fit into the memory of this device.",
+            "Activations grow with the micro-batch.",
+            'Give a smaller one: --layout "micro_batch=...".',
+        ) from problem
+    unused = tuple(name for name, each in engine.model.named_parameters() if each.requires_grad and each.grad is None)
+    engine.drop_gradients()
+    with torch.no_grad(), evaluation_mode(engine.model), unchanged_buffers(engine.model):
+        _check_sum(engine, tensors, micro_batch.num_samples)
+    return Trial(counter.get_total_flops() / micro_batch.num_samples, unused)
+
+
+def _check_keys(inputs: Mapping[str, str], micro_batch: MicroBatch) -> None:
+    missing = [key for key in inputs.values() if key not in micro_batch.tensors]
+    if missing:
+        raise JobError(
+            f"inputs names {missing[0]!r}, and a batch has the keys {', '.join(map(repr, micro_batch.tensors))}.",
+            "The model is called with the batch's keys named in Job.inputs.",
+            "Correct inputs=, or what the data's samples are called.",
+        )
+
+
+def _check_total(total: Any) -> None:
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise LossError(
+            f"the loss's total(output, batch) returned {what}.", "It is one number, the sum.", "Sum over all samples."
+        )
+    if not total.requires_grad:
+        raise LossError(
+            "the loss's total(output, batch) does not depend on any trained parameter.",
+            "Training follows its gradient.",
+            "Do not detach the output, and compute the loss from it.",
+        )
+
+
+def _check_sum(engine: Engine, tensors: Mapping[str, Tensor], num_samples: int) -> None:
+    """Compares the loss of a batch with that of its two halves (a single sample: with the same one twice)."""
+    whole: Mapping[str, Tensor] = tensors
+    parts: Sequence[Mapping[str, Tensor]]
+    if num_samples > 1:
+        parts = [_rows(tensors, 0, num_samples // 2), _rows(tensors, num_samples // 2, num_samples)]
+    else:
+        whole = {key: torch.cat([tensor, tensor]) for key, tensor in tensors.items()}
+        parts = [tensors, tensors]
+    sides = [_loss_and_weight(engine, [whole]), _loss_and_weight(engine, parts)]
+    (together, weight), (apart, weights) = sides
+    if weight != weights:
+        raise LossError(
+            f"the loss's weight is {weight:g} for a batch and {weights:g} for its two halves together.",
+            "A weight is a count: that of a batch is the sum of its parts' weights.",
+            "Count samples, or the tokens that are not ignored.",
+        )
+    tolerance = 0.02 if engine.precision in ("bf16", "fp16") else 1e-3
+    if abs(together - apart) <= tolerance * max(abs(together), abs(apart)):
+        return
+    shown = f"the loss's total is {together:.6g} for a batch and {apart:.6g} for its two halves together"
+    if abs(together - apart / 2) <= tolerance * abs(together):
+        raise LossError(
+            f"{shown}: total() returns a mean.",
+            "A loss is a sum; the engine divides by the weight of the whole global batch, so that every cut is equal.",
+            'Use reduction="sum" and let weight(batch) say what the sum is divided by.',
+        )
+    raise LossError(
+        f"{shown}.",
+        "A loss is a sum over samples, each computed from its own sample alone.",
+        "Sum over samples, and let no sample of a batch change the output of another.",
+    )
+
+
+def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    return {key: tensor[start:stop] for key, tensor in tensors.items()}
+
+
+def _loss_and_weight(engine: Engine, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, float]:
+    totals = [engine.loss.total(engine.forward(batch), batch) for batch in batches]
+    weights = [engine.loss.weight(batch) for batch in batches]
+    return sum(float(total) for total in totals), sum(float(weight) for weight in weights)

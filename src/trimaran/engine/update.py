@@ -1,0 +1,35 @@
+"""One optimizer update from summed gradients: unscale, clip, skip what is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def apply_update(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], norm: Tensor, factor: Tensor) -> None:
+    """Steps the optimizer on `factor` times the gradients; changes nothing where `norm` is not finite (invariant 7).
+
+    Fused optimizers take the factor into their kernel, which saves a pass over the gradients. Fused Adam also takes
+    the decision to skip, so that no value travels to the host; the others are asked on the host, once per step.
+    """
+    if _scales_in_kernel(optimizer, gradients):
+        optimizer.grad_scale = (1.0 / factor).float()  # type: ignore[attr-defined]
+        if isinstance(optimizer, torch.optim.Adam):
+            optimizer.found_inf = torch.isfinite(norm).logical_not().float()  # type: ignore[attr-defined]
+            optimizer.step()
+            return
+        # Fused SGD would skip too, but a skip at its first step leaves its momentum uninitialised.
+        if torch.isfinite(norm):
+            optimizer.step()
+        return
+    if torch.isfinite(norm):
+        torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
+        optimizer.step()
+
+
+def _scales_in_kernel(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> bool:
+    # The kernels read the scale as float32, which would round a float64 update.
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and all(gradient.dtype is torch.float32 for gradient in gradients)

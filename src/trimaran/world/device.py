@@ -1,0 +1,124 @@
+"""Which device a rank computes on, what it is called, and how it is told to be exact."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from trimaran.cluster import Chip, find_chip
+from trimaran.errors import ClusterError
+from trimaran.layout import Precision
+from trimaran.options import Device
+
+_CPU_RATES: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_device(wanted: Device, *, local_rank: int, num_procs: int) -> torch.device:
+    """The device of this rank; auto takes cuda where there is one for each local rank, else the CPU.
+
+    Raises ClusterError for a device this machine lacks, or has too few of.
+    """
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda":
+        found = torch.cuda.device_count()
+        if local_rank >= found:
+            raise ClusterError(
+                f"device=cuda, and local rank {local_rank} finds {found} GPUs here.",
+                "Each process drives one GPU.",
+                f"Use --procs {found}." if found else "Use --device cpu, or a torch build with CUDA.",
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    if wanted == "mps":
+        if not torch.backends.mps.is_available():
+            raise ClusterError("device=mps is not available here.", "It needs macOS on Apple silicon.", "Use cpu.")
+        if num_procs > 1:
+            raise ClusterError(
+                f"device=mps with {num_procs} processes.",
+                "No collective library of torch runs on mps.",
+                "Use --procs 1, or --device cpu.",
+            )
+    return torch.device(wanted)
+
+
+def set_numerics(*, precision: Precision, deterministic: bool) -> None:
+    """Sets torch's process-wide switches: matrix precision, and only deterministic algorithms where asked."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.benchmark = False
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def describe_device(device: torch.device) -> str:
+    """The device's own name, such as "NVIDIA H200" or the processor's model."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+def find_local_chip(device: torch.device, precision: Precision) -> Chip | None:
+    """This rank's chip with its peak rate: from the hardware table, or on a CPU measured once and cached."""
+    if device.type == "cuda":
+        return find_chip(torch.cuda.get_device_name(device))
+    if device.type == "cpu" and precision in _CPU_RATES:
+        threads = torch.get_num_threads()
+        name = f"{_cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
+        return Chip(name, {precision: _cached_cpu_rate(precision, threads)}, "measured here")
+    return None
+
+
+def _cached_cpu_rate(precision: Precision, threads: int) -> float:
+    """Best FLOP/s of a square matrix product with this many threads, measured once per machine, torch and precision."""
+    cache = _cache_folder() / "cpu-rates.json"
+    key = f"{_cpu_name()} | torch {torch.__version__} | {threads} threads | {precision}"
+    try:
+        known: dict[str, float] = json.loads(cache.read_text(encoding="utf-8"))
+        rate = float(known[key])
+        if rate > 0:
+            return rate
+    except (OSError, ValueError, KeyError, TypeError):
+        known = {}
+    rate = _measure_matmul_rate(_DTYPES[precision])
+    known[key] = rate
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        temporary.replace(cache)
+    except OSError:
+        pass  # a machine without a writable home measures again next time
+    return rate
+
+
+def _measure_matmul_rate(dtype: torch.dtype, size: int = 512, seconds: float = 0.2) -> float:
+    a = torch.ones(size, size, dtype=dtype)
+    a @ a
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        began = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "trimaran"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

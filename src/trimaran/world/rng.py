@@ -1,0 +1,41 @@
+"""Randomness that is derived, never carried along: a seed for a purpose is a hash of what it is for."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+_MASK = 2**64 - 1
+
+
+def derive_seed(*parts: int) -> int:
+    """A seed in [0, 2^63) from whole numbers such as (run seed, step, position).
+
+    Each part is absorbed by one round of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+    generators"), so that neighbouring parts give unrelated seeds.
+    """
+    state = 0
+    for part in parts:
+        state = (state + 0x9E3779B97F4A7C15 + (part & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the default generators of Python, numpy and torch (all devices), as a constructor may use any of them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_forward(device: torch.device, seed: int) -> None:
+    """Seeds the generators that a forward on `device` draws from (dropout and the like); costs microseconds."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
