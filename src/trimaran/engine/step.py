@@ -68,7 +68,8 @@ class Engine:
         self._replicas = None if self._data_group is None else Replicas(self._parameters, self._data_group)
         self._buffers = RunningBuffers(model, self._data_group)
         self._accumulated: tuple[RankBatch, Tensor, dist.Work | None] | None = None
-        self._previous: StepResult | None = None
+        self._unsettled: StepResult | None = None
+        self.last_result: StepResult | None = None
 
     def step(self, batch: RankBatch) -> StepResult:
         """One optimizer step on this rank's share of a global batch."""
@@ -128,9 +129,10 @@ class Engine:
                 group["lr"] = group["base_lr"] * lr_factor
             apply_update(self.optimizer, gradients, norm, clip_coefficient(norm, self._clip) / scale)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        self._previous = StepResult(index=batch.index, lr=lr, loss_sum=loss_sum, norm=norm, work=work)
         self._accumulated = None
-        return self._previous
+        self.last_result = StepResult(index=batch.index, lr=lr, loss_sum=loss_sum, norm=norm, work=work)
+        self._unsettled = self.last_result
+        return self.last_result
 
     def evaluate(self, batches: Iterable[RankBatch]) -> dict[str, float]:
         """Loss and metrics over all batches and ranks, each its total over its weight, exactly.
@@ -155,9 +157,8 @@ class Engine:
 
     def local_weight(self, batch: RankBatch) -> Tensor:
         """What this rank adds to the batch's weight: a float64 scalar on the CPU; no collective."""
-        if self.world.place.tp or self.world.place.pp:  # the same samples as the first rank of this data rank
-            return torch.zeros((), dtype=torch.float64)
-        weights = [self.loss.weight(each.tensors).double() for each in batch.micro_batches if not each.weightless]
+        real = [each for each in batch.micro_batches if self.world.leads_data_rank and not each.weightless]
+        weights = [self.loss.weight(each.tensors).double() for each in real]
         return torch.stack(weights).sum().cpu() if weights else torch.zeros((), dtype=torch.float64)
 
     def drop_gradients(self) -> None:
@@ -208,10 +209,10 @@ class Engine:
 
         Read as late as can be, so that the device has long finished that step and nobody waits.
         """
-        if self._previous is None:
+        if self._unsettled is None:
             return
-        skipped = self._previous.skipped
+        skipped = self._unsettled.skipped
         self.num_updates += not skipped
         if self.loss_scale is not None:
             self.loss_scale.update(skipped=skipped)
-        self._previous = None
+        self._unsettled = None

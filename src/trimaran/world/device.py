@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
+import sys
 import time
 from pathlib import Path
 
@@ -62,6 +64,16 @@ def set_numerics(*, precision: Precision, deterministic: bool) -> None:
 def describe_device(device: torch.device) -> str:
     """The device's own name, such as "NVIDIA H200" or the processor's model."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held so far: on the device, or on a CPU the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def find_local_chip(device: torch.device, precision: Precision) -> Chip | None:

@@ -40,6 +40,11 @@ class World:
     mesh: DeviceMesh | None
     agreement: dist.ProcessGroup | None
 
+    @property
+    def leads_data_rank(self) -> bool:
+        """Whether this is the first of the ranks that see the same samples, the one that counts them."""
+        return self.place.tp == 0 and self.place.pp == 0
+
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on `axis` alone; None where the axis has one rank."""
         if self.mesh is None or self.mesh[axis].size() == 1:

@@ -1,0 +1,52 @@
+"""Before step 1: all ranks compare what they resolved, and the first difference is named."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimaran.errors import RunError
+from trimaran.run.directory import find_difference
+from trimaran.world import World
+
+
+def agree_on_job(world: World, resolved: Mapping[str, Any]) -> None:
+    """Raises RunError on every rank where a rank's resolved job differs from rank 0's. Every rank must call it."""
+    texts = world.gather_text(json.dumps(resolved, sort_keys=True, default=str))
+    for rank, text in enumerate(texts):
+        if text == texts[0]:
+            continue
+        found = find_difference(json.loads(texts[0]), json.loads(text))
+        assert found is not None
+        name, first, other = found
+        raise RunError(
+            f"rank 0 has {name}={first} and rank {rank} has {name}={other}.",
+            "All ranks of a run train one job.",
+            "Start every rank with the same command, the same files and the same versions.",
+        )
+
+
+def agree_on_weights(world: World, model: nn.Module) -> None:
+    """Raises RunError on every rank where a first weight differs between ranks, naming it. Every rank must call it."""
+    if world.size == 1:
+        return
+    digests = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
+    for rank, text in enumerate(texts := world.gather_text(json.dumps(digests))):
+        if text == texts[0]:
+            continue
+        found = find_difference(json.loads(texts[0]), json.loads(text))
+        assert found is not None
+        raise RunError(
+            f"{found[0]} has other first values on rank {rank} than on rank 0.",
+            "First weights are a function of the seed alone.",
+            "Draw them from torch's, numpy's or Python's default generator, not from one seeded by time or rank.",
+        )
+
+
+def _digest(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

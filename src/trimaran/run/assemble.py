@@ -1,0 +1,159 @@
+"""Job × Layout × RunOptions → Run: small builders, in order."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from trimaran.data import BatchLoader, Order, build_loader
+from trimaran.engine import Engine, Trial, build_engine, predict_state_bytes, try_micro_batch
+from trimaran.job import Job
+from trimaran.layout import Layout
+from trimaran.options import RunOptions
+from trimaran.phases import Phases
+from trimaran.run.agree import agree_on_job, agree_on_weights
+from trimaran.run.console import Console
+from trimaran.run.decide import StopRequest, stop_on_signals
+from trimaran.run.describe import Origin, head_rows, identify, identify_parameters, record_run, title
+from trimaran.run.directory import RunDirectory, name_run
+from trimaran.run.finish import finish_run
+from trimaran.run.loop import Rates, Run
+from trimaran.world import World, close_world, discover, find_local_chip, open_world, set_numerics
+
+
+def start(
+    job: Job,
+    layout: Layout | str = "",
+    *,
+    run: str | Path | None = None,
+    options: RunOptions | None = None,
+    origin: Origin | None = None,
+) -> Run:
+    """Opens a run of `job`: a context manager to iterate over, one global batch at a time.
+
+    Started alone it is one process; under `trimaran train --procs`, torchrun or srun every process must call it.
+    `run` names its directory; None makes a new one. Raises TrimaranError for whatever does not fit, before step 1.
+    """
+    options = options or RunOptions()
+    origin = origin or Origin()
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    environment = discover()
+    layout = layout.resolve(world_size=environment.world_size if environment else 1, global_batch=job.global_batch)
+    with ExitStack() as resources:
+        world = open_world(environment, layout, device=options.device)
+        resources.callback(close_world)
+        stop_request = StopRequest()
+        resources.enter_context(stop_on_signals(stop_request))
+        set_numerics(precision=layout.precision, deterministic=options.deterministic)
+        identity = identify(job, origin)
+        agree_on_job(world, {"layout": str(layout), "versions": torch.__version__, "identity": identity})
+        directory, path = _open_directory(job, run, world, resources)
+        phases = Phases()
+        engine = build_engine(job, layout, world, phases)
+        agree_on_weights(world, engine.model)
+        identity |= {"parameters": identify_parameters(engine.model)}
+        if directory is not None:
+            directory.refuse_used(identity)
+        loader = _training_loader(job, layout, world, options)
+        trial = _try_first_batch(job, layout, world, engine)
+        rate = job.optimizer.rate(job.global_batch)
+        console = Console(active=world.rank == 0, log_every=options.log_every)
+        console.head(
+            title(job, engine.model, origin),
+            head_rows(job, layout, world, rate, predict_state_bytes(engine.model, engine.optimizer), path),
+        )
+        if trial.unused_parameters:
+            console.lines(_describe_unused(trial.unused_parameters))
+        if directory is not None:
+            directory.write_run(record_run(job, layout, options, world, origin, identity, rate))
+            directory.note("started", 0, str(layout))
+        chip = find_local_chip(world.device, layout.precision)
+        return Run(
+            job=job,
+            options=options,
+            world=world,
+            engine=engine,
+            loader=loader,
+            validation=None if job.valid is None else partial(_validation_loader, job, layout, world, options),
+            directory=directory,
+            console=console,
+            phases=phases,
+            rates=Rates(trial.flops_per_sample, chip.peak(layout.precision) if chip else None),
+            stop_request=stop_request,
+            resources=resources.pop_all(),
+            finish=partial(finish_run, directory=directory, console=console, world=world),
+        )
+
+
+def train(
+    job: Job,
+    layout: Layout | str = "",
+    *,
+    run: str | Path | None = None,
+    options: RunOptions | None = None,
+    origin: Origin | None = None,
+) -> Run:
+    """Trains `job` to its end, or to an agreed stop, and returns the finished run with its last figures."""
+    with start(job, layout, run=run, options=options, origin=origin) as running:
+        for batch in running:
+            running.step(batch)
+    return running
+
+
+def _open_directory(
+    job: Job, run: str | Path | None, world: World, resources: ExitStack
+) -> tuple[RunDirectory | None, Path]:
+    """The directory on rank 0, which alone writes; its path on every rank."""
+    path = Path(world.gather_text(str(run) if run is not None else str(name_run(job.name)))[0])
+    if world.rank != 0:
+        return None, path
+    directory = RunDirectory.open(path)
+    resources.callback(directory.close)
+    return directory, path
+
+
+def _training_loader(job: Job, layout: Layout, world: World, options: RunOptions) -> BatchLoader:
+    assert layout.dp is not None and layout.micro_batch is not None
+    return build_loader(
+        job.data,
+        collate=job.collate,
+        order=Order(len(job.data), job.seed),
+        global_batch=job.global_batch,
+        total_samples=job.total_samples,
+        dp=layout.dp,
+        dp_rank=world.place.dp,
+        micro_batch=layout.micro_batch,
+        num_workers=options.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )
+
+
+def _validation_loader(job: Job, layout: Layout, world: World, options: RunOptions) -> BatchLoader:
+    assert job.valid is not None and layout.dp is not None and layout.micro_batch is not None
+    return build_loader(
+        job.valid,
+        collate=job.collate,
+        order=Order(len(job.valid), job.seed, shuffle=False),
+        global_batch=layout.dp * layout.micro_batch,
+        total_samples=len(job.valid),
+        dp=layout.dp,
+        dp_rank=world.place.dp,
+        micro_batch=layout.micro_batch,
+        num_workers=options.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )
+
+
+def _try_first_batch(job: Job, layout: Layout, world: World, engine: Engine) -> Trial:
+    loader = _training_loader(job, layout, world, RunOptions())
+    first = next(iter(loader))
+    loader.close()
+    return try_micro_batch(engine, first.micro_batches[0], job.input_keys)
+
+
+def _describe_unused(names: tuple[str, ...]) -> list[str]:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return [f"unused   the first micro-batch gives no gradient to {shown}; an unused parameter's gradient is zero", ""]

@@ -1,0 +1,216 @@
+"""A run's directory: one living writer (invariant 11), and refusal of another job's.
+
+The writer holds an advisory lock on `lock`, which the system frees when it dies, and has an epoch number, written to
+`owner.json` and one higher with each owner. Every write first checks the number: an owner that lost the directory
+without noticing (a suspended process, a file system whose locks are lost) is refused when it writes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from trimaran.errors import RunError
+from trimaran.records import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    RUN_FILE,
+    TIMING_FILE,
+    EventRecord,
+    RunRecord,
+    StepRecord,
+    TimingRecord,
+    read_events,
+    read_run,
+    to_line,
+    write_run,
+)
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock; WSL does
+    fcntl = None  # type: ignore[assignment]
+
+LOCK_FILE = "lock"
+OWNER_FILE = "owner.json"
+_FILES = {StepRecord: METRICS_FILE, TimingRecord: TIMING_FILE, EventRecord: EVENTS_FILE}
+
+
+def name_run(job_name: str) -> Path:
+    """A new directory's name: runs/<job>-<date>-<time>-<two hex digits>."""
+    return Path("runs") / f"{job_name or 'run'}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(1)}"
+
+
+class RunDirectory:
+    """The records of one run, opened by its only writer. `open` takes the lock; `close` gives it back."""
+
+    def __init__(self, path: Path, lock: IO[str], epoch: int) -> None:
+        self.path = path
+        self.epoch = epoch
+        self._lock = lock
+        self._files: dict[type, IO[str]] = {}
+
+    @classmethod
+    def open(cls, path: Path, *, wait_seconds: float = 5.0) -> RunDirectory:
+        """Makes the directory where it is missing, waits for its lock, and takes it over.
+
+        Raises RunError where somebody else still holds it after `wait_seconds`, or it holds something that is no run.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _refuse_foreign(path)
+            lock = (path / LOCK_FILE).open("a+", encoding="utf-8")
+        except OSError as problem:
+            raise RunError(
+                f"{path} cannot be written: {problem.strerror or problem}.",
+                "A run keeps its records in a directory of its own.",
+                "Choose another --run.",
+            ) from problem
+        try:
+            _wait_for_lock(lock, path, wait_seconds)
+            epoch = _read_epoch(path) + 1
+            _write_owner(path, epoch)
+        except BaseException:
+            lock.close()
+            raise
+        return cls(path, lock, epoch)
+
+    def refuse_used(self, identity: Mapping[str, Any]) -> None:
+        """Raises RunError where a run was already started here, naming what differs from `identity` if anything does."""
+        if not (self.path / RUN_FILE).exists():
+            return
+        there = read_run(self.path / RUN_FILE)
+        difference = find_difference(there.identity, identity)
+        if difference is not None:
+            name, theirs, ours = difference
+            raise RunError(
+                f"{self.path} was started with {name}={theirs}; this command has {name}={ours}.",
+                "A run keeps its job.",
+                "Start a new one (another --run), or give the arguments it was started with.",
+            )
+        events = list(read_events(self.path / EVENTS_FILE)) if (self.path / EVENTS_FILE).exists() else []
+        state = f"{events[-1].event} at step {events[-1].step}" if events else "started"
+        raise RunError(
+            f"{self.path} already holds this run ({state}).",
+            "A run is not written over, and continuing one is not built yet.",
+            "Choose another --run, or leave --run out for a new directory.",
+        )
+
+    def write_run(self, record: RunRecord) -> None:
+        """Writes run.json; from here on the directory belongs to this job."""
+        self._check_owner()
+        write_run(self.path / RUN_FILE, record)
+
+    def append(self, record: StepRecord | TimingRecord | EventRecord) -> None:
+        """Adds one line to the record's file, complete and flushed."""
+        self._check_owner()
+        kind = type(record)
+        if kind not in self._files:
+            self._files[kind] = (self.path / _FILES[kind]).open("a", encoding="utf-8")
+        file = self._files[kind]
+        file.write(to_line(record) + "\n")
+        file.flush()
+
+    def note(self, event: str, step: int, detail: str = "") -> None:
+        """Adds an event, with the time."""
+        self.append(EventRecord(datetime.now(UTC).isoformat(timespec="milliseconds"), event, step, detail))
+
+    def owned_path(self, name: str) -> Path:
+        """The path of a file in the directory that its owner is about to write."""
+        self._check_owner()
+        return self.path / name
+
+    def close(self) -> None:
+        """Flushes the records to disk and gives the directory back."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                os.fsync(file.fileno())
+            file.close()
+        self._files.clear()
+        self._lock.close()
+
+    def _check_owner(self) -> None:
+        epoch = _read_epoch(self.path)
+        if epoch != self.epoch:
+            raise RunError(
+                f"{self.path} was taken over by another start (owner {epoch}; this process is owner {self.epoch}).",
+                "A run has one writer.",
+                "Let the newer one go on; this one ends here.",
+            )
+
+
+def find_difference(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = ""
+) -> tuple[str, Any, Any] | None:
+    """The first entry in which two nested mappings differ, as (dotted name, theirs, ours); None when equal."""
+    for key in [*theirs, *(key for key in ours if key not in theirs)]:
+        left, right = theirs.get(key), ours.get(key)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            found = find_difference(left, right, f"{prefix}{key}.")
+            if found is not None:
+                return found
+        elif left != right:
+            return f"{prefix}{key}", left, right
+    return None
+
+
+def _refuse_foreign(path: Path) -> None:
+    known = {LOCK_FILE, OWNER_FILE, f"{OWNER_FILE}.tmp"}
+    names = {entry.name for entry in path.iterdir()}
+    if RUN_FILE not in names and names - known:
+        raise RunError(
+            f"{path} is not empty and holds no run: {', '.join(sorted(names - known)[:3])}.",
+            "A run has a directory of its own.",
+            "Choose another --run.",
+        )
+
+
+def _wait_for_lock(lock: IO[str], path: Path, wait_seconds: float) -> None:
+    if fcntl is None:
+        return
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise RunError(
+                    f"{path} is being written by {_describe_owner(path)}.",
+                    "A run has one writer.",
+                    "Wait until it ends, stop it, or choose another --run.",
+                ) from None
+            time.sleep(0.1)
+
+
+def _read_owner(path: Path) -> Mapping[str, Any]:
+    try:
+        owner = json.loads((path / OWNER_FILE).read_text(encoding="utf-8"))
+        return owner if isinstance(owner, Mapping) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _read_epoch(path: Path) -> int:
+    epoch = _read_owner(path).get("epoch", 0)
+    return epoch if isinstance(epoch, int) else 0
+
+
+def _write_owner(path: Path, epoch: int) -> None:
+    owner = {"epoch": epoch, "pid": os.getpid(), "host": socket.gethostname()}
+    temporary = path / f"{OWNER_FILE}.tmp"
+    temporary.write_text(json.dumps(owner), encoding="utf-8")
+    temporary.replace(path / OWNER_FILE)
+
+
+def _describe_owner(path: Path) -> str:
+    owner = _read_owner(path)
+    return f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"

@@ -1,0 +1,245 @@
+"""The run: a generator loop over global batches that records, evaluates, and ends where all ranks agree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from trimaran.batch import RankBatch
+from trimaran.data import BatchLoader
+from trimaran.engine import Engine, StepResult
+from trimaran.errors import JobError
+from trimaran.job import Job
+from trimaran.options import RunOptions
+from trimaran.phases import Phases
+from trimaran.records import StepRecord, TimingRecord
+from trimaran.run.console import Console, Progress
+from trimaran.run.decide import Agreement, Decision, StopRequest
+from trimaran.run.directory import RunDirectory
+from trimaran.world import World, memory_bytes
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What turns a step's seconds into the figures people compare."""
+
+    flops_per_sample: float
+    peak_flops_per_second: float | None
+
+
+class Run:
+    """A run in progress: iterate over it for this rank's share of each global batch, and `step` each one.
+
+    Built by `start`; a context manager, whose end evaluates, writes the weights and says where they are. Every rank
+    runs the same loop; `break` is early stopping, and must be decided from figures that all ranks share.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        options: RunOptions,
+        world: World,
+        engine: Engine,
+        loader: BatchLoader,
+        validation: Callable[[], BatchLoader] | None,
+        directory: RunDirectory | None,
+        console: Console,
+        phases: Phases,
+        rates: Rates,
+        stop_request: StopRequest,
+        resources: ExitStack,
+        finish: Callable[[Run], None],
+    ) -> None:
+        self.job = job
+        self.engine = engine
+        self.validation: dict[str, float] | None = None
+        self.last_step = 0
+        self.last_loss = float("nan")
+        self.stopped = False
+        self._options = options
+        self._world = world
+        self._loader = loader
+        self._validation_loader = validation
+        self._directory = directory
+        self._console = console
+        self._phases = phases
+        self._rates = rates
+        self._stop_request = stop_request
+        self._resources = resources
+        self._finish = finish
+        self._evaluate_every = self._evaluation_steps()
+        self._unrecorded: tuple[StepResult, Decision, dict[str, float] | None] | None = None
+        self._decision = Decision(0.0, 0, False)
+        self._step_began = time.perf_counter()
+        self._seconds_per_step = 0.0
+        self.seconds_by_kind: dict[str, float] = {}
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        """This rank's share of each global batch in turn, until the job's last or an agreed stop."""
+        self._step_began = time.perf_counter()
+        batches = iter(self._loader)
+        batch = self._next(batches)
+        agreement = self._ask(batch) if batch is not None else None
+        while batch is not None and agreement is not None:
+            self._decision = agreement.settle()
+            if self._decision.stop:
+                self.stopped = True
+                return
+            upcoming = self._next(batches)
+            # Asked now, so that it travels under the step that the caller is about to run.
+            agreement = self._ask(upcoming) if upcoming is not None else None
+            yield replace(batch, total_weight=self._decision.weight)
+            self._take_result()
+            if self.last_step != batch.index + 1:
+                raise JobError(
+                    f"the loop went past batch {batch.index} without a step.",
+                    "The order of samples is a promise; each batch of a run is trained on.",
+                    "Call run.step(batch) in every turn, or break.",
+                )
+            batch = upcoming
+
+    def step(self, batch: RankBatch) -> StepResult:
+        """One optimizer step on a batch of this run: `engine.accumulate(batch)` and `engine.update()`."""
+        return self.engine.step(batch)
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and metrics on the validation data, exactly. Every rank must call it."""
+        if self._validation_loader is None:
+            raise JobError("the job has no validation data.", "An evaluation needs some.", "Give Job(valid=...).")
+        loader = self._validation_loader()
+        try:
+            self.validation = self.engine.evaluate(loader)
+        finally:
+            loader.close()
+        return self.validation
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Asks all ranks to save and leave at the next step's edge."""
+        self._stop_request.ask(reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._resources:
+            try:
+                if error is None:
+                    self._end()
+                elif self._directory is not None:
+                    self._directory.note("failed", self.last_step, f"{type(error).__name__}: {error}")
+            finally:
+                self._console.end_live()
+                self._loader.close()
+
+    def _end(self) -> None:
+        self._take_result()
+        if self._validation_loader is not None and not self.stopped:
+            if self._unrecorded is not None and self._unrecorded[2] is None:
+                self._unrecorded = (*self._unrecorded[:2], self.evaluate())
+        self._record_previous()
+        self._console.end_live()
+        self._finish(self)
+
+    def _next(self, batches: Iterator[RankBatch]) -> RankBatch | None:
+        with self._phases("data"):
+            return next(batches, None)
+
+    def _ask(self, batch: RankBatch) -> Agreement:
+        first_input = next(iter(self.job.input_keys.values()))
+        return Agreement(
+            self._world,
+            weight=self.engine.local_weight(batch),
+            num_tokens=_count_tokens(batch, first_input) if self._world.leads_data_rank else 0,
+            stop=bool(self._stop_request.reason),
+        )
+
+    def _take_result(self) -> None:
+        """Takes the step just made into the records, which show it one step late, and evaluates where it is due."""
+        result = self.engine.last_result
+        if result is None or result.index + 1 == self.last_step:
+            return
+        self._record_previous()
+        self.last_step = result.index + 1
+        due = self._evaluate_every and self.last_step % self._evaluate_every == 0
+        self._unrecorded = (result, self._decision, self.evaluate() if due else None)
+
+    def _record_previous(self) -> None:
+        """Writes and shows the step before, whose figures have arrived by now."""
+        if self._unrecorded is None:
+            return
+        result, decision, validation = self._unrecorded
+        self._unrecorded = None
+        with self._phases("record"):
+            record = StepRecord(
+                step=result.index + 1,
+                loss=result.loss,
+                weight=decision.weight,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                skipped=result.skipped,
+                validation=validation,
+            )
+            self.last_loss = record.loss
+            if self._directory is not None:
+                self._directory.append(record)
+                if record.skipped:
+                    self._directory.note("skipped", record.step, f"gradient norm {record.grad_norm}")
+        self._time_step(record, decision)
+
+    def _time_step(self, record: StepRecord, decision: Decision) -> None:
+        now = time.perf_counter()
+        seconds, self._step_began = now - self._step_began, now
+        phases = self._phases.take()
+        for phase, spent in phases.items():
+            self.seconds_by_kind[phase] = self.seconds_by_kind.get(phase, 0.0) + spent
+        training_seconds = max(seconds - phases["evaluate"], 1e-9)
+        smooth = self._seconds_per_step
+        self._seconds_per_step = training_seconds if smooth == 0 else 0.9 * smooth + 0.1 * training_seconds
+        if self._directory is not None:
+            rate = self.job.global_batch / training_seconds
+            spent = {phase: round(each, 6) for phase, each in phases.items() if each}
+            self._directory.append(TimingRecord(record.step, round(seconds, 6), round(rate, 3), spent))
+        self._console.progress(self._progress(record, decision))
+        if record.validation is not None:
+            self._console.line(f"step {record.step}  validation  {format_figures(record.validation)}")
+
+    def _progress(self, record: StepRecord, decision: Decision) -> Progress:
+        per_second = 1.0 / self._seconds_per_step
+        flops = self._rates.flops_per_sample * self.job.global_batch * per_second
+        peak = self._rates.peak_flops_per_second
+        return Progress(
+            step=record.step,
+            total_steps=self.job.total_steps,
+            loss=record.loss,
+            grad_norm=record.grad_norm,
+            lr=record.lr,
+            rate=(decision.num_tokens or self.job.global_batch) * per_second,
+            rate_unit="tok/s" if decision.num_tokens else "samples/s",
+            mfu=flops / (peak * self._world.size) if peak and flops else None,
+            memory_bytes=memory_bytes(self._world.device),
+            eta_seconds=(self.job.total_steps - record.step) * self._seconds_per_step,
+        )
+
+    def _evaluation_steps(self) -> int:
+        interval = self._options.evaluation_interval
+        if interval is None or self._validation_loader is None:
+            return 0
+        return max(1, interval.in_steps(total_steps=self.job.total_steps, steps_per_epoch=self.job.steps_per_epoch))
+
+
+def format_figures(figures: Mapping[str, float]) -> str:
+    """Named figures on one line: "loss 1.2345  accuracy 0.6789"."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+
+
+def _count_tokens(batch: RankBatch, key: str) -> int:
+    """Tokens of this rank's share, where the model's first input is a matrix of ids; else 0."""
+    inputs = [each.tensors[key] for each in batch.micro_batches if not each.weightless and key in each.tensors]
+    return sum(each.numel() for each in inputs if each.dim() == 2 and not each.is_floating_point())
