@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from trimaran.errors import LayoutError
@@ -87,7 +87,7 @@ class Layout:
         ]
         return " ".join(words)
 
-    def resolve(self, *, world_size: int, global_batch: int) -> Layout:
+    def resolve(self, *, world_size: int, global_batch: int) -> ResolvedLayout:
         """This layout with dp and micro_batch filled in. Raises LayoutError where it does not fit the world."""
         model_ranks = self.tp * self.pp
         dp = self.dp if self.dp is not None else max(1, world_size // model_ranks)
@@ -100,7 +100,16 @@ class Layout:
             )
         largest_share = math.ceil(global_batch / dp)
         micro_batch = self.micro_batch if self.micro_batch is not None else largest_share
-        return replace(self, dp=dp, micro_batch=min(micro_batch, largest_share))
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return ResolvedLayout(**values | {"dp": dp, "micro_batch": min(micro_batch, largest_share)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedLayout(Layout):
+    """A layout that fits its world: nothing in it is left out."""
+
+    dp: int
+    micro_batch: int
 
 
 _BUILT = ("dp", "micro_batch", "precision")

@@ -7,12 +7,12 @@ from trimaran.engine.precision import parameter_dtype
 from trimaran.engine.step import Engine
 from trimaran.errors import LayoutError
 from trimaran.job import Job
-from trimaran.layout import Layout
+from trimaran.layout import ResolvedLayout
 from trimaran.phases import Phases
 from trimaran.world import World
 
 
-def build_engine(job: Job, layout: Layout, world: World, phases: Phases | None = None) -> Engine:
+def build_engine(job: Job, layout: ResolvedLayout, world: World, phases: Phases | None = None) -> Engine:
     """The engine that trains `job` on this rank; every rank must call it. `layout` must be resolved for the world.
 
     Raises JobError, OptimizerError or LayoutError where job and layout do not fit.
@@ -40,7 +40,7 @@ def build_engine(job: Job, layout: Layout, world: World, phases: Phases | None =
     )
 
 
-def _check_precision(layout: Layout, world: World) -> None:
+def _check_precision(layout: ResolvedLayout, world: World) -> None:
     device = world.device.type
     if layout.precision == "tf32" and device != "cuda":
         raise LayoutError(

@@ -11,7 +11,7 @@ import torch
 from trimaran.data import BatchLoader, Order, build_loader
 from trimaran.engine import Engine, Trial, build_engine, predict_state_bytes, try_micro_batch
 from trimaran.job import Job
-from trimaran.layout import Layout
+from trimaran.layout import Layout, ResolvedLayout
 from trimaran.options import RunOptions
 from trimaran.phases import Phases
 from trimaran.run.agree import agree_on_job, agree_on_weights
@@ -39,9 +39,9 @@ def start(
     """
     options = options or RunOptions()
     origin = origin or Origin()
-    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    wanted = Layout.parse(layout) if isinstance(layout, str) else layout
     environment = discover()
-    layout = layout.resolve(world_size=environment.world_size if environment else 1, global_batch=job.global_batch)
+    layout = wanted.resolve(world_size=environment.world_size if environment else 1, global_batch=job.global_batch)
     with ExitStack() as resources:
         world = open_world(environment, layout, device=options.device)
         resources.callback(close_world)
@@ -115,8 +115,7 @@ def _open_directory(
     return directory, path
 
 
-def _training_loader(job: Job, layout: Layout, world: World, options: RunOptions) -> BatchLoader:
-    assert layout.dp is not None and layout.micro_batch is not None
+def _training_loader(job: Job, layout: ResolvedLayout, world: World, options: RunOptions) -> BatchLoader:
     return build_loader(
         job.data,
         collate=job.collate,
@@ -131,8 +130,8 @@ def _training_loader(job: Job, layout: Layout, world: World, options: RunOptions
     )
 
 
-def _validation_loader(job: Job, layout: Layout, world: World, options: RunOptions) -> BatchLoader:
-    assert job.valid is not None and layout.dp is not None and layout.micro_batch is not None
+def _validation_loader(job: Job, layout: ResolvedLayout, world: World, options: RunOptions) -> BatchLoader:
+    assert job.valid is not None
     return build_loader(
         job.valid,
         collate=job.collate,
@@ -147,7 +146,7 @@ def _validation_loader(job: Job, layout: Layout, world: World, options: RunOptio
     )
 
 
-def _try_first_batch(job: Job, layout: Layout, world: World, engine: Engine) -> Trial:
+def _try_first_batch(job: Job, layout: ResolvedLayout, world: World, engine: Engine) -> Trial:
     loader = _training_loader(job, layout, world, RunOptions())
     first = next(iter(loader))
     loader.close()

@@ -45,9 +45,7 @@ class Agreement:
     """A sum over all ranks that has been started; `settle` waits for it."""
 
     def __init__(self, world: World, *, weight: Tensor, num_tokens: int, stop: bool) -> None:
-        self._values = torch.stack(
-            [weight.double(), torch.tensor(float(num_tokens)).double(), torch.tensor(stop).double()]
-        )
+        self._values = torch.tensor([float(weight), float(num_tokens), float(stop)], dtype=torch.float64)
         self._work: dist.Work | None = world.agree_later(self._values)
 
     def settle(self) -> Decision:

@@ -17,7 +17,7 @@ from torch import nn
 from trimaran.data import fingerprint
 from trimaran.engine import StateBytes
 from trimaran.job import Job, ScaledRate
-from trimaran.layout import Layout
+from trimaran.layout import ResolvedLayout
 from trimaran.options import RunOptions
 from trimaran.records import Derived, RunRecord
 from trimaran.units import format_bytes, format_count
@@ -64,7 +64,7 @@ def describe_schedule(job: Job) -> str:
 
 def record_run(
     job: Job,
-    layout: Layout,
+    layout: ResolvedLayout,
     options: RunOptions,
     world: World,
     origin: Origin,
@@ -72,7 +72,6 @@ def record_run(
     rate: ScaledRate,
 ) -> RunRecord:
     """run.json: everything resolved, each derived value with its reason."""
-    assert layout.dp is not None and layout.micro_batch is not None
     derived = {
         "dp": Derived(layout.dp, f"{world.size} processes"),
         "micro_batch": Derived(layout.micro_batch, describe_batch(job, layout)),
@@ -99,9 +98,8 @@ def record_run(
     )
 
 
-def describe_batch(job: Job, layout: Layout) -> str:
+def describe_batch(job: Job, layout: ResolvedLayout) -> str:
     """The batch arithmetic: "64 samples = 2 dp × 8 micro-batch × 4 accumulated", or what does not divide evenly."""
-    assert layout.dp is not None and layout.micro_batch is not None
     share = -(-job.global_batch // layout.dp)
     accumulated = -(-share // layout.micro_batch)
     product = layout.dp * layout.micro_batch * accumulated
@@ -111,12 +109,13 @@ def describe_batch(job: Job, layout: Layout) -> str:
 
 
 def head_rows(
-    job: Job, layout: Layout, world: World, rate: ScaledRate, state: StateBytes, path: Path
+    job: Job, layout: ResolvedLayout, world: World, rate: ScaledRate, state: StateBytes, path: Path
 ) -> list[tuple[str, str, str]]:
     """The rows printed before step 1: (name, left, right)."""
     processes = f"{_count(world.size, 'process', 'processes')} on {_count(world.num_nodes, 'node', 'nodes')}"
     memory = f"parameters {format_bytes(state.parameters)} + gradients {format_bytes(state.gradients)} + optimizer "
     memory += "unknown" if state.optimizer is None else format_bytes(state.optimizer)
+    epochs = job.total_samples / len(job.data)
     backend = f", {world.backend}" if world.size > 1 else f", {world.device.type}"
     return [
         ("layout", str(layout), processes + backend),

@@ -84,7 +84,7 @@ class RunDirectory:
         return cls(path, lock, epoch)
 
     def refuse_used(self, identity: Mapping[str, Any]) -> None:
-        """Raises RunError where a run was already started here, naming what differs from `identity` if anything does."""
+        """Raises RunError where a run was already started here, naming what differs from `identity`, if anything."""
         if not (self.path / RUN_FILE).exists():
             return
         there = read_run(self.path / RUN_FILE)

@@ -140,9 +140,9 @@ class Run:
 
     def _end(self) -> None:
         self._take_result()
-        if self._validation_loader is not None and not self.stopped:
-            if self._unrecorded is not None and self._unrecorded[2] is None:
-                self._unrecorded = (*self._unrecorded[:2], self.evaluate())
+        due = self._validation_loader is not None and not self.stopped
+        if due and self._unrecorded is not None and self._unrecorded[2] is None:
+            self._unrecorded = (*self._unrecorded[:2], self.evaluate())
         self._record_previous()
         self._console.end_live()
         self._finish(self)
@@ -197,14 +197,14 @@ class Run:
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
         phases = self._phases.take()
-        for phase, spent in phases.items():
-            self.seconds_by_kind[phase] = self.seconds_by_kind.get(phase, 0.0) + spent
+        for phase, took in phases.items():
+            self.seconds_by_kind[phase] = self.seconds_by_kind.get(phase, 0.0) + took
         training_seconds = max(seconds - phases["evaluate"], 1e-9)
         smooth = self._seconds_per_step
         self._seconds_per_step = training_seconds if smooth == 0 else 0.9 * smooth + 0.1 * training_seconds
         if self._directory is not None:
             rate = self.job.global_batch / training_seconds
-            spent = {phase: round(each, 6) for phase, each in phases.items() if each}
+            spent = {str(phase): round(each, 6) for phase, each in phases.items() if each}
             self._directory.append(TimingRecord(record.step, round(seconds, 6), round(rate, 3), spent))
         self._console.progress(self._progress(record, decision))
         if record.validation is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimaran.errors import UsageError
-from trimaran.layout import Layout
+from trimaran.layout import ResolvedLayout
 from trimaran.options import Device
 from trimaran.world.device import choose_device
 from trimaran.world.environment import WorkerEnvironment
@@ -87,7 +87,7 @@ class World:
 
 
 def open_world(
-    environment: WorkerEnvironment | None, layout: Layout, *, device: Device, timeout_seconds: float = 600.0
+    environment: WorkerEnvironment | None, layout: ResolvedLayout, *, device: Device, timeout_seconds: float = 600.0
 ) -> World:
     """Joins this process to the others of the run; every rank must call it. `layout` must be resolved.
 
@@ -97,7 +97,6 @@ def open_world(
     num_procs = environment.world_size if environment else 1
     rank = environment.rank if environment else 0
     local_rank = environment.local_rank if environment else 0
-    assert layout.dp is not None, "the layout is resolved before the world is opened"
     chosen = choose_device(device, local_rank=local_rank, num_procs=num_procs)
     backend = "none"
     mesh, agreement = None, None
@@ -125,9 +124,8 @@ def close_world() -> None:
         dist.destroy_process_group()
 
 
-def join_default_group(layout: Layout, device: torch.device) -> World:
+def join_default_group(layout: ResolvedLayout, device: torch.device) -> World:
     """The world of a process that has already joined torch's default group, as in a caller's own script."""
-    assert layout.dp is not None
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=AXES)
     return World(
