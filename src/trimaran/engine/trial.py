@@ -14,7 +14,7 @@ from trimaran.batch import MicroBatch
 from trimaran.engine.buffers import unchanged_buffers
 from trimaran.engine.measure import evaluation_mode
 from trimaran.engine.step import Engine
-from trimaran.errors import JobError, LossError
+from trimaran.errors import JobError, LossError, TrimaranError
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,20 @@ def try_micro_batch(engine: Engine, micro_batch: MicroBatch, inputs: Mapping[str
             total = engine.loss.total(engine.forward(tensors), tensors)
             _check_total(total)
             total.backward()
+    except TrimaranError:
+        raise
     except torch.OutOfMemoryError as problem:
         raise JobError(
             f"a micro-batch of {micro_batch.num_samples} samples does not fit into the memory of this device.",
             "Activations grow with the micro-batch.",
             'Give a smaller one: --layout "micro_batch=...".',
+        ) from problem
+    except Exception as problem:
+        shapes = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in micro_batch.tensors.items())
+        raise JobError(
+            f"the first micro-batch made the model or its loss raise {type(problem).__name__}: {problem}",
+            f"It is called as in plain PyTorch, with {', '.join(inputs)}; this batch has {shapes}.",
+            "Correct the model, the loss or the data's shapes; --traceback shows where.",
         ) from problem
     unused = tuple(name for name, each in engine.model.named_parameters() if each.requires_grad and each.grad is None)
     engine.drop_gradients()

@@ -122,7 +122,7 @@ def head_rows(
         (
             "batch",
             describe_batch(job, layout),
-            f"{job.total_steps} steps, {job.total_samples / len(job.data):.3g} epochs",
+            f"{job.total_steps} steps = {epochs:.3g} epochs",
         ),
         ("lr", rate.reason, describe_schedule(job)),
         ("memory", memory + " per process", ""),

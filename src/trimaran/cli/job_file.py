@@ -1,0 +1,81 @@
+"""A job file: imported by path, its `job` function found, called, and its mistakes named."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trimaran.errors import JobError, TrimaranError, UsageError
+from trimaran.job import Job
+
+
+def load_job_function(path: Path) -> Callable[..., Any]:
+    """The `job` function of the file, which is imported; its folder can be imported from.
+
+    Raises UsageError where there is no such file, JobError where it does not import or has no `job`.
+    """
+    if not path.is_file():
+        near = sorted(str(each) for each in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        raise UsageError(
+            f"There is no job file {str(path)!r}.",
+            "A job file is a Python file with a function job().",
+            f"Job files nearby: {', '.join(near[:5])}." if near else "Check the path.",
+        )
+    spec = importlib.util.spec_from_file_location(f"job_file_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{str(path)!r} is not a Python file.", "A job file's name ends in .py.", "Give a .py file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and loader workers look their module up
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except TrimaranError:
+        raise
+    except Exception as problem:
+        raise JobError(
+            f"{path} does not import: {type(problem).__name__}: {problem}{_line_in(path, problem)}",
+            "A job file is imported like any Python module.",
+            "Correct it; --traceback shows where.",
+        ) from problem
+    function = getattr(module, "job", None)
+    if function is None:
+        raise JobError(f"{path} has no job.", "A job file defines job(...) -> tm.Job.", "Add a function named job.")
+    if not callable(function):
+        raise JobError(
+            f"job in {path} is {type(function).__name__}, not a function.",
+            "Its arguments become flags, so it is called by the command.",
+            "Write def job(...) -> tm.Job.",
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def call_job_function(function: Callable[..., Any], arguments: Mapping[str, Any], path: Path) -> Job:
+    """The job, named after its file where it has no name. Raises JobError for what `job()` raises or returns."""
+    try:
+        job = function(**arguments)
+    except TrimaranError:
+        raise
+    except Exception as problem:
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        raise JobError(
+            f"job({given}) raised {type(problem).__name__}: {problem}{_line_in(path, problem)}",
+            "It builds the description of what is trained.",
+            "Correct it, or the arguments; --traceback shows where.",
+        ) from problem
+    if not isinstance(job, Job):
+        raise JobError(
+            f"job() in {path} returned {type(job).__name__}.", "It returns a trimaran.Job.", "Write return tm.Job(...)."
+        )
+    return job if job.name else replace(job, name=path.stem)
+
+
+def _line_in(path: Path, problem: BaseException) -> str:
+    if isinstance(problem, SyntaxError):
+        return f" ({problem.filename}:{problem.lineno})"
+    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if Path(frame.filename) == path]
+    return f" ({path}:{lines[-1]})" if lines else ""

@@ -1,0 +1,97 @@
+"""`trimaran train JOB`: trains a job here, on one process or on several."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from trimaran.cli.flags import parse_verb, parse_with_job
+from trimaran.cli.job_file import call_job_function, load_job_function
+from trimaran.errors import UsageError
+from trimaran.layout import Layout
+from trimaran.options import RunOptions
+
+STOPPED_AFTER_SAVING = 75
+_PROGRAM = "trimaran train"
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a job. The job file comes first; its job() function's arguments are flags too: trimaran train JOB --help."""
+
+    job: tyro.conf.Positional[Path]
+    """The job file: Python, with a function job() that returns a trimaran.Job."""
+    procs: int | None = None
+    """Processes to start on this machine, one per device; without it one, or those torchrun or srun started."""
+    layout: str = ""
+    """How the job is spread, such as "dp=2 micro_batch=8 precision=bf16"."""
+    run: Path | None = None
+    """The run's directory; without it a new one under runs/."""
+    steps: int | None = None
+    """Optimizer steps, in place of the job's own length."""
+    seed: int | None = None
+    """Seed of weights, order and randomness, in place of the job's own."""
+    global_batch: int | None = None
+    """Samples of one optimizer step over all processes, in place of the job's own."""
+    port: int | None = None
+    """Port on loopback at which started processes meet; without it a free one."""
+    traceback: bool = False
+    """Show the whole Python traceback of an error."""
+    options: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=RunOptions)
+
+
+def main(words: Sequence[str]) -> int:
+    """Starts the workers and waits for them, or, as a worker or alone, trains. Returns the exit code."""
+    _require_job_first(words)
+    own = list(words[: words.index("--")] if "--" in words else words)
+    asks_for_job_help = len(own) > 1 and any(word in ("-h", "--help") for word in own[1:])
+    command = None if asks_for_job_help else parse_verb(Train, own, program=_PROGRAM)
+    if command is not None:
+        Layout.parse(command.layout)  # a wrong layout is told before anything starts
+        if command.procs is not None and command.procs != 1:
+            from trimaran.world.environment import discover
+
+            if discover() is None:
+                return _start_workers(words, command.procs, command.port)
+    return _train(words)
+
+
+def _start_workers(words: Sequence[str], procs: int, port: int | None) -> int:
+    from trimaran.world.workers import start_workers
+
+    return start_workers([sys.executable, "-m", "trimaran", "train", *words], num_procs=procs, port=port)
+
+
+def _train(words: Sequence[str]) -> int:
+    path = Path(words[0])
+    function = load_job_function(path)
+    command, arguments = parse_with_job(Train, function, words, program=_PROGRAM)
+    from trimaran.run import Origin, train
+    from trimaran.world import discover
+
+    environment = discover()
+    if environment is not None and command.procs not in (None, environment.world_size):
+        raise UsageError(
+            f"--procs {command.procs}, and {environment.launcher} started {environment.world_size} processes.",
+            "Processes are started once, by the launcher or by --procs.",
+            "Leave --procs out.",
+        )
+    job = call_job_function(function, arguments, path)
+    job = job.with_overrides(steps=command.steps, seed=command.seed, global_batch=command.global_batch)
+    finished = train(job, command.layout, run=command.run, options=command.options, origin=Origin(path, arguments))
+    return STOPPED_AFTER_SAVING if finished.stopped else 0
+
+
+def _require_job_first(words: Sequence[str]) -> None:
+    if words and (not words[0].startswith("-") or words[0] in ("-h", "--help")):
+        return
+    raise UsageError(
+        f"{_PROGRAM} was given {words[0]!r} before the job file." if words else f"{_PROGRAM} was given no job file.",
+        "The job file comes first: its arguments are flags, too.",
+        f"Write {_PROGRAM} JOB.py [--procs N] [--layout ...].",
+    )
