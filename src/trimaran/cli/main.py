@@ -11,13 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from trimaran.errors import TrimaranError, UsageError
+from trimaran.world.environment import record_failure
 
 VERBS = {"train": "train a job on one process or on many"}
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 1 failed, 2 wrong usage, 75 stopped on request after saving."""
+    """Runs one command; returns 0 done, 1 failed, 2 wrong usage, 75 stopped on request after saving, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     own = words[: words.index("--")] if "--" in words else words
     show_traceback = "--traceback" in own
@@ -60,11 +61,8 @@ def _help() -> str:
 
 def _report(error: BaseException | None, text: str, *, show_traceback: bool = False) -> None:
     """Prints once what went wrong: here, or, in a worker of our own launcher, there."""
-    if error is not None and "torch" in sys.modules:  # a worker has imported torch; a parent has not
-        from trimaran.world.environment import record_failure
-
-        if record_failure(error) and not show_traceback:
-            return
+    if error is not None and record_failure(error) and not show_traceback:
+        return
     if error is not None and show_traceback:
         traceback.print_exception(error)
     print(text, file=sys.stderr)

@@ -15,6 +15,8 @@ from trimaran.cli.job_file import call_job_function, load_job_function
 from trimaran.errors import UsageError
 from trimaran.layout import Layout
 from trimaran.options import RunOptions
+from trimaran.world.environment import discover
+from trimaran.world.workers import start_workers
 
 STOPPED_AFTER_SAVING = 75
 _PROGRAM = "trimaran train"
@@ -22,7 +24,7 @@ _PROGRAM = "trimaran train"
 
 @dataclass(frozen=True)
 class Train:
-    """Train a job. The job file comes first; its job() function's arguments are flags too: trimaran train JOB --help."""
+    """Train a job. The job file comes first; the arguments of its job() are flags too: trimaran train JOB --help."""
 
     job: tyro.conf.Positional[Path]
     """The job file: Python, with a function job() that returns a trimaran.Job."""
@@ -53,18 +55,10 @@ def main(words: Sequence[str]) -> int:
     command = None if asks_for_job_help else parse_verb(Train, own, program=_PROGRAM)
     if command is not None:
         Layout.parse(command.layout)  # a wrong layout is told before anything starts
-        if command.procs is not None and command.procs != 1:
-            from trimaran.world.environment import discover
-
-            if discover() is None:
-                return _start_workers(words, command.procs, command.port)
+        if command.procs not in (None, 1) and discover() is None:
+            worker = [sys.executable, "-m", "trimaran", "train", *words]
+            return start_workers(worker, num_procs=command.procs, port=command.port)
     return _train(words)
-
-
-def _start_workers(words: Sequence[str], procs: int, port: int | None) -> int:
-    from trimaran.world.workers import start_workers
-
-    return start_workers([sys.executable, "-m", "trimaran", "train", *words], num_procs=procs, port=port)
 
 
 def _train(words: Sequence[str]) -> int:
@@ -72,7 +66,6 @@ def _train(words: Sequence[str]) -> int:
     function = load_job_function(path)
     command, arguments = parse_with_job(Train, function, words, program=_PROGRAM)
     from trimaran.run import Origin, train
-    from trimaran.world import discover
 
     environment = discover()
     if environment is not None and command.procs not in (None, environment.world_size):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trimaran.errors import JobError
-from trimaran.world import seed_everything
+from trimaran.world.rng import seed_everything
 
 
 def build_model(constructor: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -9,7 +9,7 @@ from trimaran.errors import LayoutError
 from trimaran.job import Job
 from trimaran.layout import ResolvedLayout
 from trimaran.phases import Phases
-from trimaran.world import World
+from trimaran.world.groups import World
 
 
 def build_engine(job: Job, layout: ResolvedLayout, world: World, phases: Phases | None = None) -> Engine:

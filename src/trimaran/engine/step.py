@@ -22,7 +22,8 @@ from trimaran.errors import JobError
 from trimaran.job import Loss
 from trimaran.layout import Precision
 from trimaran.phases import Phases
-from trimaran.world import World, derive_seed, seed_forward
+from trimaran.world.groups import World
+from trimaran.world.rng import derive_seed, seed_forward
 
 
 class Engine:

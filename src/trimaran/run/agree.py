@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trimaran.errors import RunError
 from trimaran.run.directory import find_difference
-from trimaran.world import World
+from trimaran.world.groups import World
 
 
 def agree_on_job(world: World, resolved: Mapping[str, Any]) -> None:

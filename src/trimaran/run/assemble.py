@@ -21,7 +21,9 @@ from trimaran.run.describe import Origin, head_rows, identify, identify_paramete
 from trimaran.run.directory import RunDirectory, name_run
 from trimaran.run.finish import finish_run
 from trimaran.run.loop import Rates, Run
-from trimaran.world import World, close_world, discover, find_local_chip, open_world, set_numerics
+from trimaran.world.device import find_local_chip, set_numerics
+from trimaran.world.environment import discover
+from trimaran.world.groups import World, close_world, open_world
 
 
 def start(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.world import World
+from trimaran.world.groups import World
 
 
 class StopRequest:

@@ -21,7 +21,8 @@ from trimaran.layout import ResolvedLayout
 from trimaran.options import RunOptions
 from trimaran.records import Derived, RunRecord
 from trimaran.units import format_bytes, format_count
-from trimaran.world import World, describe_device
+from trimaran.world.device import describe_device
+from trimaran.world.groups import World
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from trimaran.run.console import Console
 from trimaran.run.directory import RunDirectory
 from trimaran.run.loop import Run, format_figures
 from trimaran.units import format_seconds
-from trimaran.world import World, seed_everything
+from trimaran.world.groups import World
+from trimaran.world.rng import seed_everything
 
 
 def finish_run(run: Run, *, directory: RunDirectory | None, console: Console, world: World) -> None:

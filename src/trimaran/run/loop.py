@@ -20,7 +20,8 @@ from trimaran.records import StepRecord, TimingRecord
 from trimaran.run.console import Console, Progress
 from trimaran.run.decide import Agreement, Decision, StopRequest
 from trimaran.run.directory import RunDirectory
-from trimaran.world import World, memory_bytes
+from trimaran.world.device import memory_bytes
+from trimaran.world.groups import World
 
 
 @dataclass(frozen=True)
