@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0 done, 1 failed, 2 wrong usage, 75 stopped on request after saving, 130 interrupted."""
+    """Runs one command; returns 0 done, 1 failed, 2 wrong usage, 75 stopped after saving, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     own = words[: words.index("--")] if "--" in words else words
     show_traceback = "--traceback" in own

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimaran.errors import UsageError
@@ -146,9 +147,11 @@ def _meet(environment: WorkerEnvironment, backend: str, device: torch.device, ti
         # Without this gloo asks the resolver for this host's name, which may lead off the machine or nowhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
+        store = _own_store(environment, timeout_seconds)
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{environment.master_addr}:{environment.master_port}",
+            init_method=None if store else f"tcp://{environment.master_addr}:{environment.master_port}",
+            store=store,
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timedelta(seconds=timeout_seconds),
@@ -161,6 +164,20 @@ def _meet(environment: WorkerEnvironment, backend: str, device: torch.device, ti
             "All ranks of a run meet at one address, which rank 0 opens.",
             "Check that every process was started, that the address is reachable, and that the port is free.",
         ) from problem
+
+
+def _own_store(environment: WorkerEnvironment, timeout_seconds: float) -> TCPStore | None:
+    """The store under our own launcher, which has opened its socket for rank 0; None where torch makes its own."""
+    if environment.launcher != "trimaran":
+        return None
+    return TCPStore(
+        environment.master_addr,
+        environment.master_port,
+        environment.world_size,
+        is_master=environment.rank == 0,
+        timeout=timedelta(seconds=timeout_seconds),
+        master_listen_fd=environment.store_fd,
+    )
 
 
 def _is_loopback(address: str) -> bool:
