@@ -1,0 +1,110 @@
+"""The first recipe: its model is causal and starts at chance, its baseline counts what the model is judged by."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "gpt.py"
+spec = importlib.util.spec_from_file_location("gpt_recipe", RECIPE)
+assert spec is not None
+assert spec.loader is not None
+gpt = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(gpt)
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return gpt.GPT(width=32, depth=2, heads=2, seq_len=24)
+
+
+def random_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_one_row_of_256_logits_per_byte(model: torch.nn.Module) -> None:
+    assert model(random_bytes(3, 24)).shape == (3, 24, 256)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 17])
+def test_windows_shorter_than_seq_len_are_read(model: torch.nn.Module, length: int) -> None:
+    assert model(random_bytes(2, length)).shape == (2, length, 256)
+
+
+@pytest.mark.parametrize("changed", [0, 1, 7, 23])
+def test_a_byte_changes_no_earlier_logits_and_all_later_ones(model: torch.nn.Module, changed: int) -> None:
+    ids = random_bytes(1, 24)
+    other = ids.clone()
+    other[0, changed] = (ids[0, changed] + 1) % 256
+    moved = (model(ids) != model(other)).any(dim=-1)[0]
+    assert not moved[:changed].any()
+    assert moved[changed:].all()
+
+
+def test_position_matters(model: torch.nn.Module) -> None:
+    """Bytes before the reach of pair and triple, exchanged, change the last prediction: order is seen."""
+    ids = random_bytes(1, 24)
+    swapped = ids.clone()
+    swapped[0, [2, 9]] = ids[0, [9, 2]]
+    assert not torch.equal(model(ids)[0, -1], model(swapped)[0, -1])
+
+
+def test_the_loss_at_the_start_is_that_of_chance() -> None:
+    torch.manual_seed(0)
+    model = gpt.GPT(width=128, depth=4, heads=4, seq_len=64)
+    ids = random_bytes(4, 64)
+    loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert loss.item() == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_every_parameter_gets_a_gradient(model: torch.nn.Module) -> None:
+    ids = random_bytes(2, 24)
+    F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+
+
+def test_the_trigram_loss_equals_one_counted_by_hand() -> None:
+    """The training text "abab" against the window "aba", with two imagined counts.
+
+    P(a) = P(b) = (2 + 2/256) / (4 + 2). Byte 1 sees one byte: "a" is followed by "b" in 2 of 2. Byte 2 sees two:
+    "ab" is followed by "a" in 1 of 1, and "b" by "a" in 1 of 1.
+    """
+    train, window = (np.frombuffer(text, np.uint8) for text in (b"abab", b"aba"))
+    single = (2 + 2 / 256) / 6
+    b_after_a = (2 + 2 * single) / 4
+    a_after_b = (1 + 2 * single) / 3
+    a_after_ab = (1 + 2 * a_after_b) / 3
+    expected = -(math.log(b_after_a) + math.log(a_after_ab)) / 2
+    assert gpt.trigram_loss(train, window.astype(np.int64)[None], strength=2.0) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_trigram_table_is_a_distribution_over_bytes() -> None:
+    """Summed over all 256 last bytes, the probabilities of seen and of unseen contexts are one."""
+    train = np.frombuffer(b"the cat sat on the mat, the rat sat on the cat", np.uint8)
+    for context in (b"th", b"zz"):
+        windows = np.array([[*context, last] for last in range(256)])
+        # Each window's mean is over (byte 1, byte 2); byte 1's prediction is the same in all.
+        first = 2 * np.array([gpt.trigram_loss(train, row[None]) for row in windows])
+        byte_1 = gpt.trigram_loss(train, windows[:1, :2])
+        assert np.exp(-(first - byte_1)).sum() == pytest.approx(1.0, rel=1e-9)
+
+
+def test_the_trigram_loss_makes_as_many_predictions_as_the_model_and_never_looks_across_windows() -> None:
+    train = random_bytes(5000).numpy().astype(np.uint8)
+    windows = random_bytes(6, 9).numpy()
+    losses = [gpt.trigram_loss(train, window[None]) for window in windows]
+    assert gpt.trigram_loss(train, windows) == pytest.approx(np.mean(losses), rel=1e-12)
+
+
+def test_the_sample_is_text_that_goes_on_from_the_prompt_past_the_window(model: torch.nn.Module) -> None:
+    text = gpt.write_python(model, prompt="import ", length=40)
+    assert text.startswith("import ")
+    assert len(text) > len("import ")
+    assert text == gpt.write_python(model, prompt="import ", length=40)
