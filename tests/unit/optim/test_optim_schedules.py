@@ -59,6 +59,11 @@ def test_warmup_in_steps_epochs_and_as_a_fraction_is_the_same() -> None:
     assert in_steps == factors(cosine("2epochs"), 200) == factors(cosine(0.1), 200)
 
 
+def test_fractions_that_fill_the_run_fit_into_it_whatever_its_length() -> None:
+    values = factors(warmup_stable_decay(0.5, 0.5), 7)  # each half is rounded to 4 steps
+    assert values == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 2 / 3, 1 / 3, 0, 0])
+
+
 SHAPES: list[Callable[[float, float], Schedule]] = [
     lambda warmup, final: constant(warmup),
     linear,
