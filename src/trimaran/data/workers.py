@@ -48,7 +48,7 @@ def load(
     )
     items = _start(loader)
     # torch has no public name for them.
-    workers: Sequence[BaseProcess] = getattr(items, "_workers", ())
+    workers: Sequence[BaseProcess] = items._workers if num_workers else ()
     end_workers = functools.partial(_end, workers)
     atexit.register(end_workers)
     try:
@@ -79,7 +79,8 @@ def _start(loader: DataLoader[Item]) -> Any:
         return iter(loader)
     before = signal.getsignal(signal.SIGCHLD)
     items = iter(loader)
-    signal.signal(signal.SIGCHLD, before)
+    if before is not None:  # None: a handler that Python did not set, and cannot set again.
+        signal.signal(signal.SIGCHLD, before)
     return items
 
 
