@@ -19,7 +19,7 @@ from trimaran.job import Source
 from trimaran.layout import Slice
 
 # Keeps the randomness of augmentations apart from that of the order, which is derived from the same seed.
-_SAMPLE_STREAM, _COLLATE_STREAM = 1, 2
+_SAMPLE_STREAM = 1
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Fetch(Dataset[dict[str, Tensor] | Failure]):
                     samples.append(self.source[sample_id])
                 except Exception as error:
                     return _sample_failure(error, sample_id, epoch)
-            # A collate may draw too, as one that masks tokens does.
-            seed_generators(int(derive(_COLLATE_STREAM, self.order.seed, wanted.start)[0]))
+            # A collate that draws, as one that masks tokens does, goes on from the seed of the last sample.
             try:
                 return as_batch(self.collate(samples), len(samples))
             except Exception as error:

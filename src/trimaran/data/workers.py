@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ def load(
     )
     items = _start(loader)
     # torch has no public name for them.
-    workers: Sequence[BaseProcess] = getattr(items, "_workers", ())
+    workers: Sequence[BaseProcess] = items._workers if num_workers else ()
     end_workers = functools.partial(_end, workers)
     atexit.register(end_workers)
     try:
@@ -56,8 +57,10 @@ def load(
                 item = next(items)
             except StopIteration:
                 return
-            except RuntimeError as error:
-                raise _name_dead_worker(workers, error) from error
+            except (RuntimeError, OSError, EOFError) as error:
+                if (death := _find_death(workers)) is not None:
+                    raise death from error
+                raise
             yield item
     finally:
         # Dropping the iterator asks the workers to end and waits, long, for each that is stuck in a sample.
@@ -76,7 +79,8 @@ def _start(loader: DataLoader[Item]) -> Any:
         return iter(loader)
     before = signal.getsignal(signal.SIGCHLD)
     items = iter(loader)
-    signal.signal(signal.SIGCHLD, before)
+    if before is not None:  # None: a handler that Python did not set, and cannot set again.
+        signal.signal(signal.SIGCHLD, before)
     return items
 
 
@@ -119,11 +123,16 @@ def _end(workers: Sequence[BaseProcess]) -> None:
         worker.join()
 
 
-def _name_dead_worker(workers: Sequence[BaseProcess], error: RuntimeError) -> Exception:
-    """What to raise instead of torch's `error`: itself, unless a worker is dead."""
+def _find_death(workers: Sequence[BaseProcess]) -> DataError | None:
+    """The error that names the dead workers, where torch, or a broken connection to them, only says that it failed."""
+    # A dying worker's connections close a moment before it can be seen to be dead.
+    ended = connection.wait([worker.sentinel for worker in workers], timeout=_GRACE_SECONDS)
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join(_GRACE_SECONDS)
     dead = [f"{worker.pid} ({_cause(worker.exitcode)})" for worker in workers if worker.exitcode not in (None, 0)]
     if not dead:
-        return error
+        return None
     return DataError(
         f"Loader worker {', '.join(dead)} of process {os.getpid()} died while loading a sample.",
         "A worker that is killed takes its samples with it. SIGKILL mostly means that the memory was full.",
