@@ -34,7 +34,7 @@ docs: .venv/docs.stamp  ## build the documentation into site/
 
 clean:  ## remove .venv, caches and built files; runs/ stays
 	rm -rf .venv site build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests recipes benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/runtime.stamp: pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) is not found. Trimaran needs Python 3.11 or newer:" \

@@ -140,16 +140,9 @@ def test_a_command_that_does_not_exist_is_found() -> None:
     def faults(page: str) -> list[str]:
         return command_faults(page, verbs={"train"}, targets={"test"}, flags_of=lambda verb, job: {"--procs"})
 
-    assert (
-        faults("Run `make test`.\n```console\n.venv/bin/trimaran train a.py --procs 2 --help  # --not a flag\n```")
-        == []
-    )
-    assert (
-        faults(
-            "```python\ntrimaran = make(fun)\n```\nTrimaran makes no promise; `trimaran` trains. `import trimaran as tm`"
-        )
-        == []
-    )
+    fine = "Run `make test`.\n```console\n.venv/bin/trimaran train a.py --procs 2 --help  # --not a flag\n```"
+    assert faults(fine) == []
+    assert faults("```python\ntrimaran = make(fun)\n```\nTrimaran is. `trimaran` trains. `import trimaran as tm`") == []
     assert faults("`trimaran fly`") == ["trimaran fly does not exist"]
     assert faults("  ```bash\n  make tea\n  ```") == ["make tea does not exist"]
     assert faults("```sh\ntorchrun --standalone --no-python trimaran train \\\n  a.py --prcs=2\n```") == [
