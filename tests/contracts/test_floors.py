@@ -18,6 +18,7 @@ FLOORS: tuple[tuple[str, frozenset[str]], ...] = (
     ("5 runs", frozenset({"run"})),
     ("6 uses", frozenset({"prove", "launch", "report"})),
     ("7 doors", frozenset({"cli"})),
+    ("7 doorstep", frozenset({"__main__"})),  # python -m trimaran
 )
 LEVEL = {room: level for level, (_, rooms) in enumerate(FLOORS) for room in rooms}
 NO_TORCH = frozenset({"0 errors", "0 words", "1 nouns"})

@@ -72,7 +72,8 @@ def _is_false(value: ast.expr) -> bool:
 def device_reads(trees: Trees) -> list[str]:
     """Each place in the engine that makes the host wait for the device, outside a function named `read_...`.
 
-    A step has few such functions, called once per step; a wait per micro-batch would drain the device's queue.
+    Such functions are called once per step; a wait per micro-batch would drain the device's queue. What the source
+    does not show, as `float(tensor)`, is counted at run time by test_hot_path.py.
     """
     return [
         f"{module}:{line} waits for the device by {name}"
@@ -91,14 +92,7 @@ def _device_reads(node: ast.AST) -> Iterator[tuple[str, int]]:
                 yield attr, child.lineno
             case ast.Call(func=ast.Attribute(attr="to"), args=[ast.Constant(value="cpu"), *_]):
                 yield 'to("cpu")', child.lineno
-            case ast.Call(func=ast.Name(id="float" | "int" | "bool" as kind), args=[value]) if not _is_plain(value):
-                yield f"{kind}()", child.lineno
         yield from _device_reads(child)
-
-
-def _is_plain(value: ast.expr) -> bool:
-    """Constants, and calls such as len(...) and round(...), which give plain numbers."""
-    return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and isinstance(value.func, ast.Name))
 
 
 def test_only_world_reads_the_environment() -> None:
@@ -147,9 +141,7 @@ def test_a_pickle_is_found() -> None:
 def test_a_wait_for_the_device_is_found() -> None:
     where = "trimaran.engine.step"
     assert faults(device_reads, where, "def read_norm(self):\n    return self.norm.item()") == []
-    assert faults(device_reads, where, "scale = float('inf')\nn = int(round(x))") == []
     assert faults(device_reads, "trimaran.run.loop", "loss.item()") == []
     assert faults(device_reads, where, "def accumulate(self):\n    self.loss.item()")
-    assert faults(device_reads, where, "loss = float(total)")
     assert faults(device_reads, where, "loss = total.to('cpu')")
     assert faults(device_reads, where, "ids = lambda x: x.tolist()")
