@@ -15,7 +15,7 @@ from trimaran.batch import MicroBatch, RankBatch
 from trimaran.engine import build_engine
 from trimaran.job import Job, ScaledRate
 from trimaran.layout import Layout, Precision
-from trimaran.world import open_world
+from trimaran.world.groups import open_world
 
 READ = torch.ops.aten._local_scalar_dense.default  # what .item(), float(), bool() and int() of a tensor end in
 
