@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,8 @@ def measure_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def _state_per_parameter_byte(optimizer: torch.optim.Optimizer, like: Tensor) -> float:
     probe = nn.Parameter(torch.zeros(64, 64, dtype=like.dtype, device=like.device))
     probe.grad = torch.zeros_like(probe)
-    twin = type(optimizer)([probe], **optimizer.defaults)
+    takes = inspect.signature(type(optimizer)).parameters
+    twin = type(optimizer)([probe], **{name: each for name, each in optimizer.defaults.items() if name in takes})
     twin.step()
     return measure_state_bytes(twin) // _bytes(probe)
 

@@ -160,7 +160,7 @@ class Engine:
         """What this rank adds to the batch's weight: a float64 scalar on the CPU; no collective."""
         real = [each for each in batch.micro_batches if self.world.leads_data_rank and not each.weightless]
         weights = [self.loss.weight(each.tensors).double() for each in real]
-        return torch.stack(weights).sum().cpu() if weights else torch.zeros((), dtype=torch.float64)
+        return torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.float64)
 
     def drop_gradients(self) -> None:
         """Forgets all gradients, as at the start of a step."""
