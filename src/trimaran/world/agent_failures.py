@@ -17,7 +17,15 @@ from trimaran.errors import TrimaranError, WorkerError
 STOPPED_AFTER_SAVING = 75
 
 # What a worker says when it has only noticed that another one is gone.
-_ECHOES = ("closed by peer", "reset by peer", "broken pipe", "socket closed", "remote process exited", "timed out wait")
+_ECHOES = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+    "timed out wait",
+    "did not meet the others",
+)
 _RULE = "A run needs every one of its workers, so the others were stopped."
 _SIGNAL_REMEDIES = {
     signal.SIGKILL: "If memory ran out (the kernel's log, dmesg, says so), use a smaller micro_batch or fewer workers; "
@@ -44,7 +52,7 @@ class Failure:
     @property
     def is_echo(self) -> bool:
         """Whether it only says that another worker is gone."""
-        return not self.is_ours and any(echo in self.text.lower() for echo in _ECHOES)
+        return any(echo in self.text.lower() for echo in _ECHOES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from trimaran.world.environment import ERROR_FILE, PARENT_PIPE, STORE_FD
 
 POLL_SECONDS = 0.05
 _LOOPBACK = "127.0.0.1"
-_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 _SETTLE_SECONDS = 2.0
 _KILL_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -182,13 +181,13 @@ class WorkerProcesses:
         return _Worker(rank, process, error_file)
 
     def _environ_of(self, rank: int, port: int) -> dict[str, str]:
-        """torchrun's variables, threads that fit the machine, and gloo kept on this machine as the store is."""
+        """torchrun's variables, and threads that fit the machine."""
         world = str(self.num_procs)
         threads = self._threads_per_worker or max(1, _num_cores() // self.num_procs)
-        defaults = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
-        asked = {"OMP_NUM_THREADS": str(threads)} if self._threads_per_worker else {}
+        share = {"OMP_NUM_THREADS": str(threads)}
+        asked = share if self._threads_per_worker else {}
         return {
-            **defaults,
+            **share,
             **os.environ,
             **asked,
             **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world},
