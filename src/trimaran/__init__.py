@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimaran import data, errors, losses, optim
     from trimaran.cluster import Cluster
-    from trimaran.job import Job
+    from trimaran.job import Job, Weights
     from trimaran.layout import Layout
     from trimaran.options import RunOptions
     from trimaran.run import Run, start, train
@@ -24,12 +24,26 @@ _HOMES = {
     "Layout": "layout",
     "RunOptions": "options",
     "Run": "run",
+    "Weights": "job",
     "start": "run",
     "train": "run",
 }
 _MODULES = ("data", "errors", "losses", "optim")
 
-__all__ = ["Cluster", "Job", "Layout", "Run", "RunOptions", "data", "errors", "losses", "optim", "start", "train"]
+__all__ = [
+    "Cluster",
+    "Job",
+    "Layout",
+    "Run",
+    "RunOptions",
+    "Weights",
+    "data",
+    "errors",
+    "losses",
+    "optim",
+    "start",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -56,6 +56,10 @@ class RunError(TrimaranError):
     """A run directory belongs to something else, or a run cannot go on."""
 
 
+class CheckpointError(TrimaranError):
+    """Saved weights or state are damaged, or do not fit what they are loaded into."""
+
+
 class NumericsError(TrimaranError):
     """Numbers left the range in which training means anything."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from trimaran.errors import JobError
@@ -92,6 +93,29 @@ class _ConstantRate:
         return "constant"
 
 
+@dataclass(frozen=True)
+class Weights:
+    """First weights from safetensors: a file, or a folder with one file or with several and their index.
+
+    `rename` maps names in the file to names in the model; a `*` stands for the same text in both, and None leaves the
+    tensor out. `partial` allows parameters that the file lacks (they keep their first values) and tensors that the
+    model does not have; shapes are never allowed to differ.
+    """
+
+    path: str | Path
+    rename: Mapping[str, str | None] = field(default_factory=dict)
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        for theirs, ours in self.rename.items():
+            if theirs.count("*") > 1 or (ours is not None and ours.count("*") != theirs.count("*")):
+                raise JobError(
+                    f"rename maps {theirs!r} to {ours!r}.",
+                    "A name has at most one *, which stands for the same text on both sides.",
+                    'Write, for example, {"encoder.*": "backbone.*"}.',
+                )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What is trained, in plain single-device terms. Knows nothing of ranks, devices or degrees.
@@ -116,6 +140,8 @@ class Job:
     collate: Callable[[list[Any]], Any] | None = None
     seed: int = 0
     init: Literal["whole", "by_name"] = "whole"
+    weights: Weights | str | Path | None = None
+    """Pretrained weights, in place of the constructor's."""
     name: str = ""
     """Short name of the run; the command line takes the job file's."""
     sample: Callable[[nn.Module], str] | None = None
@@ -210,6 +236,11 @@ class Job:
         if global_batch is not None:
             changes["global_batch"] = global_batch
         return replace(self, **changes) if changes else self
+
+    @property
+    def weights_in(self) -> Weights | None:
+        """`weights`, with a bare path as the whole model's weights."""
+        return Weights(self.weights) if isinstance(self.weights, (str, Path)) else self.weights
 
     @property
     def input_keys(self) -> Mapping[str, str]:

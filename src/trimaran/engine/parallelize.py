@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import nn
+
 from trimaran.engine.init import build_model, cast_parameters
 from trimaran.engine.precision import parameter_dtype
 from trimaran.engine.step import Engine
@@ -12,13 +16,22 @@ from trimaran.phases import Phases
 from trimaran.world.groups import World
 
 
-def build_engine(job: Job, layout: ResolvedLayout, world: World, phases: Phases | None = None) -> Engine:
+def build_engine(
+    job: Job,
+    layout: ResolvedLayout,
+    world: World,
+    phases: Phases | None = None,
+    load_weights: Callable[[nn.Module], object] | None = None,
+) -> Engine:
     """The engine that trains `job` on this rank; every rank must call it. `layout` must be resolved for the world.
 
+    `load_weights` replaces the constructor's weights, in place, before anything is cast, moved or cut.
     Raises JobError, OptimizerError or LayoutError where job and layout do not fit.
     """
     _check_precision(layout, world)
     model = build_model(job.model, job.seed)
+    if load_weights is not None:
+        load_weights(model)
     cast_parameters(model, parameter_dtype(layout.precision))
     model.to(world.device)
     if not model.training:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from trimaran.checkpoint import LoadedWeights, load_weights
 from trimaran.data import BatchLoader, Order, build_loader
 from trimaran.engine import Engine, Trial, build_engine, predict_state_bytes, try_micro_batch
 from trimaran.job import Job
@@ -54,7 +57,7 @@ def start(
         agree_on_job(world, {"layout": str(layout), "versions": torch.__version__, "identity": identity})
         directory, path = _open_directory(job, run, world, resources)
         phases = Phases()
-        engine = build_engine(job, layout, world, phases)
+        engine = build_engine(job, layout, world, phases, load_weights=_weights_loader(job))
         agree_on_weights(world, engine.model)
         identity |= {"parameters": identify_parameters(engine.model)}
         if directory is not None:
@@ -103,6 +106,11 @@ def train(
         for batch in running:
             running.step(batch)
     return running
+
+
+def _weights_loader(job: Job) -> Callable[[nn.Module], LoadedWeights] | None:
+    weights = job.weights_in
+    return None if weights is None else partial(load_weights, weights=weights)
 
 
 def _open_directory(

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimaran.checkpoint import digest_files
 from trimaran.data import fingerprint
 from trimaran.engine import StateBytes
-from trimaran.job import Job, ScaledRate
+from trimaran.job import Job, ScaledRate, Weights
 from trimaran.layout import ResolvedLayout
 from trimaran.options import RunOptions
 from trimaran.records import Derived, RunRecord
@@ -42,6 +43,7 @@ def identify(job: Job, origin: Origin) -> dict[str, Any]:
         "samples": job.total_samples,
         "seed": job.seed,
         "init": job.init,
+        "weights": None if job.weights_in is None else identify_weights(job.weights_in),
         "inputs": dict(job.input_keys),
         "loss": repr(job.loss),
         "metrics": {name: repr(metric) for name, metric in job.metrics.items()},
@@ -50,6 +52,15 @@ def identify(job: Job, origin: Origin) -> dict[str, Any]:
         "clip": job.clip,
         "data": {"length": len(job.data), "fingerprint": fingerprint(job.data)},
         "valid": None if job.valid is None else {"length": len(job.valid), "fingerprint": fingerprint(job.valid)},
+    }
+
+
+def identify_weights(weights: Weights) -> dict[str, Any]:
+    """Which pretrained weights a job starts from: their content and how names are mapped, not where they lie."""
+    return {
+        "digest": digest_files(Path(weights.path)),
+        "rename": dict(weights.rename),
+        "partial": weights.partial,
     }
 
 

@@ -1,0 +1,6 @@
+"""Weights and state on disk."""
+
+from trimaran.checkpoint.safetensors_folder import digest_files
+from trimaran.checkpoint.weights import LoadedWeights, load_weights
+
+__all__ = ["LoadedWeights", "digest_files", "load_weights"]
