@@ -18,6 +18,7 @@ STOPPED_AFTER_SAVING = 75
 
 # What a worker says when it has only noticed that another one is gone.
 _ECHOES = (
+    "gloo/transport",
     "closed by peer",
     "reset by peer",
     "broken pipe",
@@ -37,12 +38,16 @@ _SIGNAL_REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What a worker wrote about its own end. `text` is set for any exception, the three sentences for our own."""
+    """What a worker wrote about its own end: the three sentences for an error of ours, `text` for any.
+
+    `where` is the innermost line that is neither ours nor a library's, as "job.py:12: x = model(y)", or empty.
+    """
 
     time_seconds: float
     type: str
     text: str
     traceback: str
+    where: str
     exit_code: int
     is_ours: bool = False
     value: str = ""
@@ -86,6 +91,7 @@ def write_failure(path: Path, error: BaseException) -> bool:
         type=type(error).__name__,
         text=str(error),
         traceback="".join(traceback.format_exception(error)),
+        where=_where(error),
         exit_code=ours.exit_code if ours else 1,
         is_ours=ours is not None,
         value=ours.value if ours else "",
@@ -131,6 +137,14 @@ def explain(ends: Sequence[WorkerEnd]) -> TrimaranError | None:
     return error
 
 
+def _where(error: BaseException) -> str:
+    package = str(Path(errors.__file__).parent)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "site-packages" not in frame.filename and not frame.filename.startswith((package, "<")):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
+
+
 def _order(end: WorkerEnd) -> tuple[bool, float]:
     if end.failure is not None:
         return end.failure.is_echo, end.failure.time_seconds
@@ -144,7 +158,8 @@ def _explain_first(end: WorkerEnd) -> WorkerError:
         return WorkerError(f"{who} failed: {failure.type}: {failure.value}", failure.rule, failure.remedy)
     if failure is not None:
         text = failure.text or "no message"
-        return WorkerError(f"{who} failed: {failure.type}: {text}", _RULE, "--traceback shows where.")
+        where = f"It happened at {failure.where}. " if failure.where else ""
+        return WorkerError(f"{who} failed: {failure.type}: {text}", _RULE, f"{where}--traceback shows it all.")
     if end.exit_code < 0:
         number = signal.Signals(-end.exit_code)
         remedy = _SIGNAL_REMEDIES.get(number, "Compiled code crashed: update or leave out the library last loaded.")
