@@ -36,6 +36,11 @@ def ready(**facts):
     file.write_text(json.dumps({"pid": os.getpid(), **facts}))
     file.rename(here / f"{place.rank}.json")
 
+def all_ready():
+    ready()
+    while len(list(here.glob("*.json"))) < place.world_size:
+        time.sleep(0.01)
+
 def fail(error):
     try:
         raise error
@@ -61,11 +66,12 @@ def save_and_leave():
 
 KINDS = {
     "facts": "ready(place=vars(place), threads=os.environ['OMP_NUM_THREADS'], session=os.getsid(0))",
-    "killed": "ready(); os.kill(os.getpid(), signal.SIGKILL) if place.rank == 1 else time.sleep(60)",
+    "killed": """
+all_ready()
+os.kill(os.getpid(), signal.SIGKILL) if place.rank == 1 else time.sleep(60)""",
     "stubborn": """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-ready()
-while len(list(here.glob("*.json"))) < place.world_size: time.sleep(0.01)
+all_ready()
 fail(DataError("Sample 7 is empty.", "Samples have tokens.", "Drop it.")) if place.rank == 2 else time.sleep(60)""",
     "exits": "sys.exit(3) if place.rank == 1 else time.sleep(60)",
     "saved": "sys.exit(75)",
