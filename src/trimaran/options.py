@@ -9,6 +9,7 @@ from trimaran.errors import UsageError
 from trimaran.units import Duration, parse_duration
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class RunOptions:
     """Only algorithms that give the same bits each time; slower on GPUs, no difference on CPUs."""
     num_workers: int = 0
     """Processes that load data, for each rank; 0 loads in the training process."""
+    track: tuple[Tracker, ...] = ()
+    """Experiment trackers that receive each step's figures; each is an extra, and configured as it documents."""
 
     def __post_init__(self) -> None:
         if self.device not in get_args(Device):
@@ -33,6 +36,11 @@ class RunOptions:
             )
         if self.num_workers < 0:
             raise UsageError(f"num_workers={self.num_workers}.", "It counts processes.", "Give 0 or more.")
+        for name in self.track:
+            if name not in get_args(Tracker):
+                raise UsageError(
+                    f"track={name!r} is unknown.", f"Known: {', '.join(get_args(Tracker))}.", "Give one of them."
+                )
         if self.log_every < 1:
             raise UsageError(f"log_every={self.log_every}.", "It counts steps.", "Give 1 or more.")
         every = self.evaluation_interval
