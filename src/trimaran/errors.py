@@ -47,6 +47,8 @@ class OptimizerError(JobError):
 class LayoutError(TrimaranError):
     """A layout contradicts itself, the job, or the number of processes."""
 
+    exit_code = 2
+
 
 class ClusterError(TrimaranError):
     """A chip, node or link is unknown, or this machine lacks what was asked for."""

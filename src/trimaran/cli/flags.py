@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import inspect
 import io
+import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
+from dataclasses import Field, field, fields, is_dataclass, make_dataclass
+from functools import partial
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
@@ -20,7 +23,7 @@ Verb = TypeVar("Verb")
 
 def parse_verb(verb: type[Verb], words: Sequence[str], *, program: str) -> Verb:
     """The verb's own flags; what it does not know is left to the job. Prints help and exits where asked."""
-    parsed, _ = _parse(verb, words, program=program, unknown_allowed=True)
+    parsed, _ = _parse(Annotated[verb, tyro.conf.DisallowNone], words, program=program)
     return parsed  # type: ignore[no-any-return]
 
 
@@ -35,24 +38,22 @@ def parse_with_job(
     of_verb, of_job = _flag_names(verb), {each.name for each in fields(arguments)}
     if "--" in words:
         at = list(words).index("--")
-        _refuse_unknown(words[:at], of_verb, program)
-        _refuse_unknown(words[at + 1 :], of_job, "job()")
-        ours, _ = _parse(verb, words[:at], program=program, unknown_allowed=False)
-        theirs, _ = _parse(arguments, words[at + 1 :], program=f"{program} --", unknown_allowed=False)
+        ours = _parse_all(Annotated[verb, tyro.conf.DisallowNone], words[:at], of_verb, program)
+        theirs = _parse_all(arguments, words[at + 1 :], of_job, f"{program} --")
         return ours, _as_dict(theirs)
     clashing = of_verb & of_job
     _refuse_clash(words, clashing)
-    _refuse_unknown(words, of_verb | of_job, program)
     arguments = job_arguments(function, without=clashing)
     both = make_dataclass(
         "Command",
         [
-            ("verb", Annotated[verb, tyro.conf.OmitArgPrefixes]),
-            ("arguments", Annotated[arguments, tyro.conf.OmitArgPrefixes]),
+            ("verb", Annotated[verb, tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone, tyro.conf.arg(name="")]),
+            # The name is not in the flags: it is the title of their box in the help.
+            ("arguments", Annotated[arguments, tyro.conf.arg(name="job()")]),
         ],
     )
-    both.__doc__ = inspect.getdoc(function) or ""
-    parsed, _ = _parse(both, words, program=program, unknown_allowed=False)
+    both.__doc__ = _describe(function, clashing)
+    parsed = _parse_all(both, words, of_verb | of_job, program)
     return parsed.verb, _as_dict(parsed.arguments)
 
 
@@ -61,13 +62,15 @@ def job_arguments(function: Callable[..., Any], *, without: set[str] = frozenset
 
     Raises JobError for an argument that cannot be a flag: no annotation and no default, *args or **kwargs.
     """
-    hints = get_type_hints(function, include_extras=True)
+    hints = _type_hints(function)
     found: list[Any] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise JobError(
                 f"job() takes {parameter}.", "Each of its arguments becomes a flag by name.", "Name its arguments."
             )
+        if name == "help":
+            raise JobError("job() takes help.", "--help shows all flags.", "Give the argument another name.")
         default = parameter.default
         if name not in hints and (default is parameter.empty or default is None):
             raise JobError(
@@ -84,29 +87,85 @@ def job_arguments(function: Callable[..., Any], *, without: set[str] = frozenset
                 )
             continue
         kind = hints.get(name, type(default))
-        found.append((name, kind, field(default=MISSING if default is parameter.empty else default, kw_only=True)))
+        flag = (name, Annotated[kind, tyro.conf.arg(prefix_name=False)], _field(default, parameter.empty))
+        found.append(flag)
     arguments = make_dataclass("JobArguments", found, frozen=True)
     arguments.__doc__ = ""
     return arguments
 
 
-def _parse(kind: Any, words: Sequence[str], *, program: str, unknown_allowed: bool) -> tuple[Any, list[str]]:
+def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        inspect.signature(function)
+        return get_type_hints(function, include_extras=True)
+    except (NameError, TypeError, ValueError, SyntaxError, AttributeError) as problem:
+        raise JobError(
+            f"the arguments of job cannot be read: {type(problem).__name__}: {problem}.",
+            "A flag is read by its argument's type, which is looked up in the job file.",
+            "Write def job(...), with types that the file imports when it runs.",
+        ) from problem
+
+
+def _field(default: Any, absent: Any) -> Field[Any]:
+    if default is absent:
+        return field(kw_only=True)  # type: ignore[no-any-return]
+    if type(default).__hash__ is None:  # a list, a dict: each call has its own
+        return field(default_factory=partial(copy.deepcopy, default), kw_only=True)
+    return field(default=default, kw_only=True)  # type: ignore[no-any-return]
+
+
+def _describe(function: Callable[..., Any], clashing: set[str]) -> str:
+    """What the help says above the flags: the function's own words, and its flags that the command has, too."""
+    own = [inspect.getdoc(function) or ""]
+    if clashing:
+        flags = ", ".join(f"--{_dashed(name)}" for name in sorted(clashing))
+        own.append(f"job() has {flags}, too: a bare -- separates the command's flags from the job's.")
+    return "\n\n".join(part for part in own if part)
+
+
+def _parse_all(kind: Any, words: Sequence[str], known: set[str], program: str) -> Any:
+    """All words read as `kind`. Raises UsageError naming the first that is left over, and the nearest flag."""
+    _refuse_unknown(words, known, program)
+    parsed, unknown = _parse(kind, words, program=program)
+    if unknown:
+        first = unknown[0]
+        raise UsageError(
+            f"{first} is no flag of {program}."
+            if first.startswith("-")
+            else f"{first!r} was given to {program}, and follows no flag that takes it.",
+            "Flags are written --name VALUE or --name=VALUE; a switch is --name or --no-name.",
+            f"See {program} --help.",
+        )
+    return parsed
+
+
+def _parse(kind: Any, words: Sequence[str], *, program: str) -> tuple[Any, list[str]]:
     told = io.StringIO()
     try:
         with contextlib.redirect_stderr(told):
-            if unknown_allowed:
-                return tyro.cli(kind, args=list(words), prog=program, return_unknown_args=True)
-            return tyro.cli(kind, args=list(words), prog=program), []
+            return tyro.cli(kind, args=list(words), prog=program, return_unknown_args=True)
     except SystemExit as end:
         if end.code in (0, None):
             sys.stderr.write(told.getvalue())
             raise
-        text = " ".join(line.strip("│╭╰─╮╯ \t") for line in told.getvalue().splitlines())
         raise UsageError(
-            " ".join(text.split()) or "The command line cannot be read.",
+            _sentence_in(told.getvalue()),
             "Flags have the types their help shows.",
             f"See {program} --help.",
         ) from None
+
+
+def _sentence_in(box: str) -> str:
+    """The first paragraph inside the box that the parser draws, without its title and pointers to help."""
+    lines = []
+    for line in box.splitlines():
+        text = line.strip("│ \t")
+        if text.startswith(("─", "╰", "Got errors", "For full helptext")):
+            break
+        if not text.startswith("╭"):
+            lines.append(text)
+    sentence = re.sub(r"^Error parsing (\S+): ", r"\1: ", " ".join(" ".join(lines).split()))
+    return f"{sentence.rstrip('.')}." if sentence else "The command line cannot be read."
 
 
 def _refuse_unknown(words: Sequence[str], known: set[str], program: str) -> None:
@@ -115,7 +174,8 @@ def _refuse_unknown(words: Sequence[str], known: set[str], program: str) -> None
         if not name.startswith("--") or name in ("--", "--help"):
             continue
         plain = name[2:].replace("-", "_")
-        if plain in known or plain.removeprefix("no_") in known:
+        # A dot leads into an argument that has parts, which the parser knows.
+        if {plain, plain.removeprefix("no_"), plain.split(".")[0]} & known:
             continue
         close = difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
         raise UsageError(

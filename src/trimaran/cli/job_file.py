@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,9 +21,10 @@ def load_job_function(path: Path) -> Callable[..., Any]:
     Raises UsageError where there is no such file, JobError where it does not import or has no `job`.
     """
     if not path.is_file():
-        near = sorted(str(each) for each in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        folder = path if path.is_dir() else path.parent
+        near = sorted(str(each) for each in folder.glob("*.py")) if folder.is_dir() else []
         raise UsageError(
-            f"There is no job file {str(path)!r}.",
+            f"{str(path)!r} is a folder." if path.is_dir() else f"There is no job file {str(path)!r}.",
             "A job file is a Python file with a function job().",
             f"Job files nearby: {', '.join(near[:5])}." if near else "Check the path.",
         )
@@ -36,9 +38,9 @@ def load_job_function(path: Path) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     except TrimaranError:
         raise
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise JobError(
-            f"{path} does not import: {type(problem).__name__}: {problem}{_line_in(path, problem)}",
+            f"{path} does not import: {describe_problem(problem)}.",
             "A job file is imported like any Python module.",
             "Correct it; --traceback shows where.",
         ) from problem
@@ -60,10 +62,10 @@ def call_job_function(function: Callable[..., Any], arguments: Mapping[str, Any]
         job = function(**arguments)
     except TrimaranError:
         raise
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         raise JobError(
-            f"job({given}) raised {type(problem).__name__}: {problem}{_line_in(path, problem)}",
+            f"job({given}) raised {describe_problem(problem)}.",
             "It builds the description of what is trained.",
             "Correct it, or the arguments; --traceback shows where.",
         ) from problem
@@ -74,8 +76,25 @@ def call_job_function(function: Callable[..., Any], arguments: Mapping[str, Any]
     return job if job.name else replace(job, name=path.stem)
 
 
-def _line_in(path: Path, problem: BaseException) -> str:
+def describe_problem(problem: BaseException) -> str:
+    """An exception in one line, with the innermost place in code that is neither ours nor a library's."""
+    text = problem.msg if isinstance(problem, SyntaxError) else " ".join(str(problem).split())
+    said = f"{type(problem).__name__}: {text}" if text else type(problem).__name__
+    place = innermost_place(problem)
+    return f"{said}, at {place}" if place else said
+
+
+def innermost_place(problem: BaseException) -> str:
+    """ "file:line: source" of the innermost frame in code that is neither ours nor a library's; empty for none."""
     if isinstance(problem, SyntaxError):
-        return f" ({problem.filename}:{problem.lineno})"
-    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if Path(frame.filename) == path]
-    return f" ({path}:{lines[-1]})" if lines else ""
+        return f"{problem.filename}:{problem.lineno}"
+    frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if _is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<"):
+        return False
+    path = Path(filename)
+    libraries = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))]
+    return "site-packages" not in path.parts and not any(each in path.parents for each in libraries)

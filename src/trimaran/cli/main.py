@@ -8,9 +8,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 
-from trimaran.errors import TrimaranError, UsageError
+from trimaran.cli.job_file import describe_problem, innermost_place
+from trimaran.errors import JobError, TrimaranError, UsageError
 from trimaran.world.environment import record_failure
 
 VERBS = {"train": "train a job on one process or on many"}
@@ -25,14 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except KeyboardInterrupt:
-        _report(None, "interrupted before the first step")
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except TrimaranError as error:
-        _report(error, f"{type(error).__name__}: {error}", show_traceback=show_traceback)
-        return error.exit_code
-    except Exception as error:
-        _report(error, f"{type(error).__name__}: {error}\n{_where(error)}", show_traceback=show_traceback)
-        return 1
+    except Exception as problem:
+        error = _named(problem)
+        _report(error, show_traceback=show_traceback)
+        return error.exit_code if isinstance(error, TrimaranError) else 1
 
 
 def _run(words: list[str]) -> int:
@@ -59,21 +57,26 @@ def _help() -> str:
     return "\n".join([*lines, "", "trimaran VERB --help tells more; with a job file, also the job's own arguments."])
 
 
-def _report(error: BaseException | None, text: str, *, show_traceback: bool = False) -> None:
+def _report(error: BaseException, *, show_traceback: bool) -> None:
     """Prints once what went wrong: here, or, in a worker of our own launcher, there."""
-    if error is not None and record_failure(error) and not show_traceback:
+    if record_failure(error) and not show_traceback:
         return
-    if error is not None and show_traceback:
+    if show_traceback:
         traceback.print_exception(error)
-    print(text, file=sys.stderr)
+    more = "" if isinstance(error, TrimaranError) else "\n--traceback shows where."
+    print(f"{type(error).__name__}: {error}{more}", file=sys.stderr)
 
 
-def _where(error: BaseException) -> str:
-    """The innermost line of the trace that is neither ours nor a library's."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and Path(__file__).parents[1] not in Path(frame.filename).parents
-    ]
-    place = f"at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}. " if frames else ""
-    return f"{place}--traceback shows it all."
+def _named(problem: Exception) -> Exception:
+    """The error with the line of the job's own code it comes from, if any; a foreign one from there as a JobError."""
+    cause = problem.__cause__ if isinstance(problem, TrimaranError) else problem
+    place = innermost_place(cause) if cause is not None else ""
+    if isinstance(problem, TrimaranError):
+        if place and place not in problem.value:
+            problem.value = f"{problem.value.rstrip('.')}, at {place}."
+        return problem
+    if not place:
+        return problem
+    error = JobError(f"{describe_problem(problem)}.", "The job's own code raised it.", "--traceback shows where.")
+    error.__cause__ = problem
+    return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from trimaran.cli.job_file import call_job_function, load_job_function
 from trimaran.errors import UsageError
 from trimaran.layout import Layout
 from trimaran.options import RunOptions
-from trimaran.world.environment import discover
+from trimaran.world.environment import WorkerEnvironment, discover
 from trimaran.world.workers import start_workers
 
 STOPPED_AFTER_SAVING = 75
@@ -44,30 +45,49 @@ class Train:
     """Port on loopback at which started processes meet; without it a free one."""
     traceback: bool = False
     """Show the whole Python traceback of an error."""
-    options: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=RunOptions)
+    options: Annotated[RunOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")] = field(
+        default_factory=RunOptions
+    )
+
+    def __post_init__(self) -> None:
+        if self.procs is not None and self.procs < 1:
+            raise UsageError(f"--procs {self.procs}.", "It counts processes.", "Give 1 or more.")
+        if self.port is not None and not 1 <= self.port <= 65535:
+            raise UsageError(
+                f"--port {self.port}.", "Ports are numbered from 1 to 65535.", "Give one, or leave it out."
+            )
+        if self.run is not None and not self.run.name:
+            raise UsageError(
+                f"--run {str(self.run)!r} names no directory of its own.",
+                "A run keeps its records in a directory of its own.",
+                "Give a name such as runs/a, or leave --run out.",
+            )
 
 
 def main(words: Sequence[str]) -> int:
     """Starts the workers and waits for them, or, as a worker or alone, trains. Returns the exit code."""
     _require_job_first(words)
+    environment = discover()
+    if environment is not None:
+        # One of several: Ctrl-C before the first step ends it even where it waits for the others in compiled code.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     own = list(words[: words.index("--")] if "--" in words else words)
     asks_for_job_help = len(own) > 1 and any(word in ("-h", "--help") for word in own[1:])
     command = None if asks_for_job_help else parse_verb(Train, own, program=_PROGRAM)
     if command is not None:
         Layout.parse(command.layout)  # a wrong layout is told before anything starts
-        if command.procs not in (None, 1) and discover() is None:
+        if command.procs not in (None, 1) and environment is None:
             worker = [sys.executable, "-m", "trimaran", "train", *words]
             return start_workers(worker, num_procs=command.procs, port=command.port)
-    return _train(words)
+    return _train(words, environment)
 
 
-def _train(words: Sequence[str]) -> int:
+def _train(words: Sequence[str], environment: WorkerEnvironment | None) -> int:
     path = Path(words[0])
     function = load_job_function(path)
-    command, arguments = parse_with_job(Train, function, words, program=_PROGRAM)
+    command, arguments = parse_with_job(Train, function, words, program=f"{_PROGRAM} {path}")
     from trimaran.run import Origin, train
 
-    environment = discover()
     if environment is not None and command.procs not in (None, environment.world_size):
         raise UsageError(
             f"--procs {command.procs}, and {environment.launcher} started {environment.world_size} processes.",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,24 @@ from torch import Tensor, nn
 from trimaran.errors import RunError
 from trimaran.run.directory import find_difference
 from trimaran.world.groups import World
+
+Result = TypeVar("Result")
+
+
+def on_first_rank(world: World, action: Callable[[], Result]) -> Result | None:
+    """What `action` gives on rank 0, which alone runs it; None elsewhere. Every rank must call it.
+
+    A RunError that it raises is raised on every rank, so that all end alike and it is told once.
+    """
+    result, refusal = None, ""
+    if world.rank == 0:
+        try:
+            result = action()
+        except RunError as error:
+            refusal = json.dumps([error.value, error.rule, error.remedy])
+    if told := world.gather_text(refusal)[0]:
+        raise RunError(*json.loads(told))
+    return result
 
 
 def agree_on_job(world: World, resolved: Mapping[str, Any]) -> None:

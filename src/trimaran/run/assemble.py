@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from trimaran.batch import MicroBatch
 from trimaran.checkpoint import LoadedWeights, load_weights
 from trimaran.data import BatchLoader, Order, build_loader
-from trimaran.engine import Engine, Trial, build_engine, predict_state_bytes, try_micro_batch
+from trimaran.engine import Engine, build_engine, predict_state_bytes, try_micro_batch
+from trimaran.errors import DataError
 from trimaran.job import Job
 from trimaran.layout import Layout, ResolvedLayout
 from trimaran.options import RunOptions
 from trimaran.phases import Phases
-from trimaran.run.agree import agree_on_job, agree_on_weights
+from trimaran.run.agree import agree_on_job, agree_on_weights, on_first_rank
 from trimaran.run.console import Console
 from trimaran.run.decide import StopRequest, stop_on_signals
 from trimaran.run.describe import Origin, head_rows, identify, identify_parameters, record_run, title
 from trimaran.run.directory import RunDirectory, name_run
 from trimaran.run.finish import finish_run
-from trimaran.run.loop import Rates, Run
+from trimaran.run.loop import Rates, Run, count_tokens
 from trimaran.world.device import find_local_chip, set_numerics
 from trimaran.world.environment import discover
 from trimaran.world.groups import World, close_world, open_world
@@ -47,28 +51,34 @@ def start(
     wanted = Layout.parse(layout) if isinstance(layout, str) else layout
     environment = discover()
     layout = wanted.resolve(world_size=environment.world_size if environment else 1, global_batch=job.global_batch)
+    _refuse_empty(job)
     with ExitStack() as resources:
         world = open_world(environment, layout, device=options.device)
         resources.callback(close_world)
-        stop_request = StopRequest()
-        resources.enter_context(stop_on_signals(stop_request))
         set_numerics(precision=layout.precision, deterministic=options.deterministic)
         identity = identify(job, origin)
         agree_on_job(world, {"layout": str(layout), "versions": torch.__version__, "identity": identity})
-        directory, path = _open_directory(job, run, world, resources)
+        path = Path(world.gather_text(str(run) if run is not None else str(name_run(job.name)))[0])
+        directory = on_first_rank(world, partial(_open_directory, path, resources, named=run is not None))
         phases = Phases()
         engine = build_engine(job, layout, world, phases, load_weights=_weights_loader(job))
         agree_on_weights(world, engine.model)
         identity |= {"parameters": identify_parameters(engine.model)}
-        if directory is not None:
-            directory.refuse_used(identity)
+        on_first_rank(world, partial(_refuse_used, directory, identity))
         loader = _training_loader(job, layout, world, options)
-        trial = _try_first_batch(job, layout, world, engine)
+        validation = None if job.valid is None else partial(_validation_loader, job, layout, world, options)
+        first = _first_micro_batch(job, layout, world)
+        trial = try_micro_batch(engine, first, job.input_keys)
+        if validation is not None:
+            _try_validation(engine, validation())
+        phases.take()
+        state = predict_state_bytes(engine.model, engine.optimizer)
+        num_tokens = count_tokens([first], job.input_keys) * job.global_batch // first.num_samples
         rate = job.optimizer.rate(job.global_batch)
         console = Console(active=world.rank == 0, log_every=options.log_every)
         console.head(
             title(job, engine.model, origin),
-            head_rows(job, layout, world, rate, predict_state_bytes(engine.model, engine.optimizer), path),
+            head_rows(job, layout, world, rate, state, path, num_tokens),
         )
         if trial.unused_parameters:
             console.lines(_describe_unused(trial.unused_parameters))
@@ -76,20 +86,23 @@ def start(
             directory.write_run(record_run(job, layout, options, world, origin, identity, rate))
             directory.note("started", 0, str(layout))
         chip = find_local_chip(world.device, layout.precision)
+        stop_request = StopRequest()
+        # From here on Ctrl-C asks to stop at a step's edge; before, there is nothing to save and it ends the start.
+        resources.enter_context(stop_on_signals(stop_request))
         return Run(
             job=job,
             options=options,
             world=world,
             engine=engine,
             loader=loader,
-            validation=None if job.valid is None else partial(_validation_loader, job, layout, world, options),
+            validation=validation,
             directory=directory,
             console=console,
             phases=phases,
             rates=Rates(trial.flops_per_sample, chip.peak(layout.precision) if chip else None),
             stop_request=stop_request,
             resources=resources.pop_all(),
-            finish=partial(finish_run, directory=directory, console=console, world=world),
+            finish=partial(finish_run, directory=directory, console=console, world=world, predicted=state),
         )
 
 
@@ -113,16 +126,22 @@ def _weights_loader(job: Job) -> Callable[[nn.Module], LoadedWeights] | None:
     return None if weights is None else partial(load_weights, weights=weights)
 
 
-def _open_directory(
-    job: Job, run: str | Path | None, world: World, resources: ExitStack
-) -> tuple[RunDirectory | None, Path]:
-    """The directory on rank 0, which alone writes; its path on every rank."""
-    path = Path(world.gather_text(str(run) if run is not None else str(name_run(job.name)))[0])
-    if world.rank != 0:
-        return None, path
+def _refuse_empty(job: Job) -> None:
+    for name, source in (("data", job.data), ("valid", job.valid)):
+        if source is not None and len(source) == 0:
+            raise DataError(
+                f"{name} has no samples.",
+                "A run needs at least one to train on, and one to evaluate on where valid is given.",
+                "Check the path, the split and any filter that made this source.",
+            )
+
+
+def _open_directory(path: Path, resources: ExitStack, *, named: bool) -> RunDirectory:
     directory = RunDirectory.open(path)
+    if not named:
+        resources.callback(directory.discard_unused)
     resources.callback(directory.close)
-    return directory, path
+    return directory
 
 
 def _training_loader(job: Job, layout: ResolvedLayout, world: World, options: RunOptions) -> BatchLoader:
@@ -156,11 +175,24 @@ def _validation_loader(job: Job, layout: ResolvedLayout, world: World, options: 
     )
 
 
-def _try_first_batch(job: Job, layout: ResolvedLayout, world: World, engine: Engine) -> Trial:
+def _refuse_used(directory: RunDirectory | None, identity: Mapping[str, Any]) -> None:
+    if directory is not None:
+        directory.refuse_used(identity)
+
+
+def _first_micro_batch(job: Job, layout: ResolvedLayout, world: World) -> MicroBatch:
     loader = _training_loader(job, layout, world, RunOptions())
     first = next(iter(loader))
     loader.close()
-    return try_micro_batch(engine, first.micro_batches[0], job.input_keys)
+    return first.micro_batches[0]
+
+
+def _try_validation(engine: Engine, loader: BatchLoader) -> None:
+    """Evaluates one batch, so that a metric that fails is found now and not at the end. Every rank must call it."""
+    try:
+        engine.evaluate(islice(loader, 1))
+    finally:
+        loader.close()
 
 
 def _describe_unused(names: tuple[str, ...]) -> list[str]:

@@ -25,6 +25,7 @@ class Progress:
     loss: float
     grad_norm: float
     lr: float
+    skipped: bool
     rate: float
     rate_unit: str
     mfu: float | None
@@ -35,7 +36,8 @@ class Progress:
         mfu = f"  mfu {100 * self.mfu:.0f} %" if self.mfu is not None else ""
         return (
             f"step {self.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {self.loss:.4f}"
-            f"  grad {format_number(self.grad_norm)}  lr {format_number(self.lr)}"
+            f"  grad {format_number(self.grad_norm)}{'  skipped' if self.skipped else ''}"
+            f"  lr {format_number(self.lr)}"
             f"  {format_count(self.rate)} {self.rate_unit}{mfu}  mem {format_bytes(self.memory_bytes)}"
             f"  eta {format_seconds(self.eta_seconds)}"
         )

@@ -120,24 +120,40 @@ def describe_batch(job: Job, layout: ResolvedLayout) -> str:
     return f"{job.global_batch} samples {sign} {parts}"
 
 
-def head_rows(
-    job: Job, layout: ResolvedLayout, world: World, rate: ScaledRate, state: StateBytes, path: Path
-) -> list[tuple[str, str, str]]:
-    """The rows printed before step 1: (name, left, right)."""
-    processes = f"{_count(world.size, 'process', 'processes')} on {_count(world.num_nodes, 'node', 'nodes')}"
-    memory = f"parameters {format_bytes(state.parameters)} + gradients {format_bytes(state.gradients)} + optimizer "
-    memory += "unknown" if state.optimizer is None else format_bytes(state.optimizer)
+def describe_length(job: Job) -> str:
+    """The length of the run: "1,000 steps = 2.4 epochs of 26,667 samples"."""
     epochs = job.total_samples / len(job.data)
+    steps = _count(job.total_steps, "step", "steps")
+    return (
+        f"{steps} = {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'} of {_count(len(job.data), 'sample', 'samples')}"
+    )
+
+
+def describe_state(state: StateBytes, *, short: bool = False) -> str:
+    """The bytes that live from step to step: "parameters 26 MiB + gradients 26 MiB + optimizer 51 MiB"."""
+    values = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
+    words = {name: "unknown" if size is None else format_bytes(size) for name, size in values.items()}
+    return " + ".join(word if short else f"{name} {word}" for name, word in words.items())
+
+
+def head_rows(
+    job: Job,
+    layout: ResolvedLayout,
+    world: World,
+    rate: ScaledRate,
+    state: StateBytes,
+    path: Path,
+    num_tokens: int,
+) -> list[tuple[str, str, str]]:
+    """The rows printed before step 1: (name, left, right). `num_tokens` is that of a global batch, 0 where none."""
+    processes = f"{_count(world.size, 'process', 'processes')} on {_count(world.num_nodes, 'node', 'nodes')}"
     backend = f", {world.backend}" if world.size > 1 else f", {world.device.type}"
     return [
         ("layout", str(layout), processes + backend),
-        (
-            "batch",
-            describe_batch(job, layout),
-            f"{job.total_steps} steps = {epochs:.3g} epochs",
-        ),
+        ("batch", describe_batch(job, layout), f"{num_tokens:,} tokens" if num_tokens else ""),
+        ("length", describe_length(job), ""),
         ("lr", rate.reason, describe_schedule(job)),
-        ("memory", memory + " per process", ""),
+        ("memory", describe_state(state) + " per process", ""),
         ("run", str(path), "new"),
     ]
 
@@ -151,7 +167,7 @@ def title(job: Job, model: nn.Module, origin: Origin) -> str:
 
 
 def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+    return f"{number:,} {one if number == 1 else many}"
 
 
 def _plain(value: Any) -> Any:

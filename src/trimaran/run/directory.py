@@ -91,6 +91,7 @@ class RunDirectory:
         difference = find_difference(there.identity, identity)
         if difference is not None:
             name, theirs, ours = difference
+            name = name.removeprefix("arguments.")
             raise RunError(
                 f"{self.path} was started with {name}={theirs}; this command has {name}={ours}.",
                 "A run keeps its job.",
@@ -137,8 +138,23 @@ class RunDirectory:
         self._files.clear()
         self._lock.close()
 
+    def discard_unused(self) -> None:
+        """Removes a closed directory in which no run was recorded; only for a name that nobody else can know."""
+        if (self.path / RUN_FILE).exists():
+            return
+        for name in (LOCK_FILE, OWNER_FILE):
+            (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
     def _check_owner(self) -> None:
         epoch = _read_epoch(self.path)
+        if epoch == 0:
+            raise RunError(
+                f"{self.path} was removed or emptied while this process was writing to it.",
+                "A run keeps its records in its directory.",
+                "Leave a running run's directory alone, and start again.",
+            )
         if epoch != self.epoch:
             raise RunError(
                 f"{self.path} was taken over by another start (owner {epoch}; this process is owner {self.epoch}).",

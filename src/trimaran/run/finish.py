@@ -3,43 +3,90 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_model
 from torch import nn
 
-from trimaran.engine import evaluation_mode
-from trimaran.records import WEIGHTS_FILE
+from trimaran.engine import StateBytes, evaluation_mode, measure_state_bytes
+from trimaran.errors import JobError
+from trimaran.records import METRICS_FILE, WEIGHTS_FILE
 from trimaran.run.console import Console
+from trimaran.run.describe import describe_state
 from trimaran.run.directory import RunDirectory
 from trimaran.run.loop import Run, format_figures
-from trimaran.units import format_seconds
+from trimaran.units import format_bytes, format_seconds
+from trimaran.world.device import memory_bytes
 from trimaran.world.groups import World
 from trimaran.world.rng import seed_everything
 
+Result = TypeVar("Result")
 
-def finish_run(run: Run, *, directory: RunDirectory | None, console: Console, world: World) -> None:
+
+def finish_run(
+    run: Run, *, directory: RunDirectory | None, console: Console, world: World, predicted: StateBytes
+) -> None:
     """Writes the weights and prints the end; on rank 0, after the last step. The others have nothing to do."""
     if directory is None:
         return
     path = directory.owned_path(WEIGHTS_FILE)
     _save_weights(run.engine.model, path)
-    directory.note("stopped" if run.stopped else "finished", run.last_step)
+    if run.stopped:
+        directory.note("stopped", run.last_step, run.stop_reason or "asked on another rank")
+    else:
+        directory.note("finished", run.last_step)
     console.line("")
     if run.stopped:
         console.line(f"stopped on request after step {run.last_step}/{run.job.total_steps}")
-    console.line(f"loss     {run.last_loss:.4f} at step {run.last_step}")
+    if run.last_step:
+        console.line(f"loss     {run.last_loss:.4f} at step {run.last_step}")
     if run.validation is not None and not run.stopped:
         console.line(f"valid    {format_figures(run.validation)}")
         for name, baseline in run.job.baselines.items():
-            console.line(f"         {_compare(name, baseline(), run.validation)}")
+            console.line(f"         {_compare(name, _ask(f'baselines[{name!r}]', baseline, path), run.validation)}")
     console.line(f"time     {_describe_time(run.seconds_by_kind)}")
+    console.line(f"memory   {_describe_memory(run, predicted, world)}")
     if run.job.sample is not None and not run.stopped:
-        seed_everything(run.job.seed)
-        with torch.no_grad(), evaluation_mode(run.engine.model):
-            console.lines(["sample", *run.job.sample(run.engine.model).splitlines()])
+        console.lines(["sample", *_ask("sample", partial(_draw_sample, run), path).splitlines()])
     console.line(f"weights  {path}")
+    console.line(
+        f"next     safetensors.torch.load_model(model, file) reads them; {METRICS_FILE} beside them has the curve"
+    )
+
+
+def _draw_sample(run: Run) -> str:
+    assert run.job.sample is not None
+    seed_everything(run.job.seed)
+    with torch.no_grad(), evaluation_mode(run.engine.model):
+        return run.job.sample(run.engine.model)
+
+
+def _ask(name: str, function: Callable[[], Result], weights: Path) -> Result:
+    """What the job's own function gives; where it raises, nothing of the run is lost, and the error says so."""
+    try:
+        return function()
+    except Exception as problem:
+        raise JobError(
+            f"the job's {name} raised {type(problem).__name__}: {problem}.",
+            f"It is called when training has ended; the weights are in {weights}.",
+            "Correct it; --traceback shows where.",
+        ) from problem
+
+
+def _describe_memory(run: Run, predicted: StateBytes, world: World) -> str:
+    """What lives from step to step as it was measured, beside what was predicted, and the peak."""
+    parameters = list(run.engine.model.parameters())
+    found = StateBytes(
+        parameters=sum(each.nbytes for each in parameters),
+        gradients=sum(each.grad.nbytes for each in parameters if each.grad is not None),
+        optimizer=measure_state_bytes(run.engine.optimizer),
+    )
+    peak = format_bytes(memory_bytes(world.device))
+    return f"{describe_state(found)} (predicted {describe_state(predicted, short=True)}); peak {peak} per process"
 
 
 def _save_weights(model: nn.Module, path: os.PathLike[str]) -> None:

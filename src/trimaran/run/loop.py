@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from trimaran.batch import RankBatch
+from trimaran.batch import MicroBatch, RankBatch
 from trimaran.data import BatchLoader
 from trimaran.engine import Engine, StepResult
 from trimaran.errors import JobError
@@ -123,6 +123,11 @@ class Run:
         """Asks all ranks to save and leave at the next step's edge."""
         self._stop_request.ask(reason)
 
+    @property
+    def stop_reason(self) -> str:
+        """Why this rank was asked to stop: a signal's name, or what `ask_to_stop` was given; empty if it was not."""
+        return self._stop_request.reason
+
     def __enter__(self) -> Self:
         return self
 
@@ -153,11 +158,10 @@ class Run:
             return next(batches, None)
 
     def _ask(self, batch: RankBatch) -> Agreement:
-        first_input = next(iter(self.job.input_keys.values()))
         return Agreement(
             self._world,
             weight=self.engine.local_weight(batch),
-            num_tokens=_count_tokens(batch, first_input) if self._world.leads_data_rank else 0,
+            num_tokens=count_tokens(batch.micro_batches, self.job.input_keys) if self._world.leads_data_rank else 0,
             stop=bool(self._stop_request.reason),
         )
 
@@ -221,6 +225,7 @@ class Run:
             loss=record.loss,
             grad_norm=record.grad_norm,
             lr=record.lr,
+            skipped=record.skipped,
             rate=(decision.num_tokens or self.job.global_batch) * per_second,
             rate_unit="tok/s" if decision.num_tokens else "samples/s",
             mfu=flops / (peak * self._world.size) if peak and flops else None,
@@ -240,7 +245,8 @@ def format_figures(figures: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
 
 
-def _count_tokens(batch: RankBatch, key: str) -> int:
-    """Tokens of this rank's share, where the model's first input is a matrix of ids; else 0."""
-    inputs = [each.tensors[key] for each in batch.micro_batches if not each.weightless and key in each.tensors]
+def count_tokens(micro_batches: Iterable[MicroBatch], input_keys: Mapping[str, str]) -> int:
+    """Tokens in these micro-batches, where the model's first input is a matrix of ids; else 0."""
+    key = next(iter(input_keys.values()))
+    inputs = [each.tensors[key] for each in micro_batches if not each.weightless and key in each.tensors]
     return sum(each.numel() for each in inputs if each.dim() == 2 and not each.is_floating_point())
