@@ -22,6 +22,8 @@ METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
 EVENTS_FILE = "events.jsonl"
 WEIGHTS_FILE = "model.safetensors"
+TRAINED_FILE = "trained.safetensors"
+"""The trained parameters alone, written beside the model where some are frozen."""
 
 
 @dataclass(frozen=True)

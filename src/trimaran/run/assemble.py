@@ -28,6 +28,7 @@ from trimaran.run.describe import Origin, head_rows, identify, identify_paramete
 from trimaran.run.directory import RunDirectory, name_run
 from trimaran.run.finish import finish_run
 from trimaran.run.loop import Rates, Run, count_tokens
+from trimaran.run.trackers import open_trackers
 from trimaran.world.device import find_local_chip, set_numerics
 from trimaran.world.environment import discover
 from trimaran.world.groups import World, close_world, open_world
@@ -82,8 +83,12 @@ def start(
         )
         if trial.unused_parameters:
             console.lines(_describe_unused(trial.unused_parameters))
+        record = record_run(job, layout, options, world, origin, identity, rate)
+        trackers = on_first_rank(world, partial(open_trackers, options.track, record, path, console.line))
+        if trackers is not None:
+            resources.callback(trackers.close)
         if directory is not None:
-            directory.write_run(record_run(job, layout, options, world, origin, identity, rate))
+            directory.write_run(record)
             directory.note("started", 0, str(layout))
         chip = find_local_chip(world.device, layout.precision)
         stop_request = StopRequest()
@@ -97,6 +102,7 @@ def start(
             loader=loader,
             validation=validation,
             directory=directory,
+            trackers=trackers,
             console=console,
             phases=phases,
             rates=Rates(trial.flops_per_sample, chip.peak(layout.precision) if chip else None),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import save_model
-from torch import nn
 
+from trimaran.checkpoint import save_trained_weights, save_weights
 from trimaran.engine import StateBytes, evaluation_mode, measure_state_bytes
 from trimaran.errors import JobError
-from trimaran.records import METRICS_FILE, WEIGHTS_FILE
+from trimaran.records import METRICS_FILE, TRAINED_FILE, WEIGHTS_FILE
 from trimaran.run.console import Console
 from trimaran.run.describe import describe_state
 from trimaran.run.directory import RunDirectory
@@ -34,7 +32,10 @@ def finish_run(
     if directory is None:
         return
     path = directory.owned_path(WEIGHTS_FILE)
-    _save_weights(run.engine.model, path)
+    save_weights(run.engine.model, path)
+    some_frozen = not all(each.requires_grad for each in run.engine.model.parameters())
+    if some_frozen:
+        save_trained_weights(run.engine.model, directory.owned_path(TRAINED_FILE))
     if run.stopped:
         directory.note("stopped", run.last_step, run.stop_reason or "asked on another rank")
     else:
@@ -52,7 +53,7 @@ def finish_run(
     console.line(f"memory   {_describe_memory(run, predicted, world)}")
     if run.job.sample is not None and not run.stopped:
         console.lines(["sample", *_ask("sample", partial(_draw_sample, run), path).splitlines()])
-    console.line(f"weights  {path}")
+    console.line(f"weights  {path}" + (f"; the trained ones alone in {TRAINED_FILE}" if some_frozen else ""))
     console.line(
         f"next     safetensors.torch.load_model(model, file) reads them; {METRICS_FILE} beside them has the curve"
     )
@@ -87,15 +88,6 @@ def _describe_memory(run: Run, predicted: StateBytes, world: World) -> str:
     )
     peak = format_bytes(memory_bytes(world.device))
     return f"{describe_state(found)} (predicted {describe_state(predicted, short=True)}); peak {peak} per process"
-
-
-def _save_weights(model: nn.Module, path: os.PathLike[str]) -> None:
-    """Whole or not at all: written under another name, flushed, renamed. Tied tensors are stored once."""
-    temporary = f"{os.fspath(path)}.tmp"
-    save_model(model, temporary)
-    with open(temporary, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _compare(name: str, theirs: Mapping[str, float], ours: Mapping[str, float]) -> str:

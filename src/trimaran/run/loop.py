@@ -20,6 +20,7 @@ from trimaran.records import StepRecord, TimingRecord
 from trimaran.run.console import Console, Progress
 from trimaran.run.decide import Agreement, Decision, StopRequest
 from trimaran.run.directory import RunDirectory
+from trimaran.run.trackers import Trackers
 from trimaran.world.device import memory_bytes
 from trimaran.world.groups import World
 
@@ -49,6 +50,7 @@ class Run:
         loader: BatchLoader,
         validation: Callable[[], BatchLoader] | None,
         directory: RunDirectory | None,
+        trackers: Trackers | None,
         console: Console,
         phases: Phases,
         rates: Rates,
@@ -67,6 +69,7 @@ class Run:
         self._loader = loader
         self._validation_loader = validation
         self._directory = directory
+        self._trackers = trackers
         self._console = console
         self._phases = phases
         self._rates = rates
@@ -196,6 +199,8 @@ class Run:
                 self._directory.append(record)
                 if record.skipped:
                     self._directory.note("skipped", record.step, f"gradient norm {record.grad_norm}")
+        if self._trackers is not None:
+            self._trackers.log(record)
         self._time_step(record, decision)
 
     def _time_step(self, record: StepRecord, decision: Decision) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from trimaran.errors import RunError, UsageError
+from trimaran.errors import RunError
 from trimaran.options import Tracker
 from trimaran.records import RunRecord, StepRecord
 
@@ -69,7 +69,7 @@ def open_trackers(
 ) -> Trackers:
     """Starts the named trackers; on rank 0 only.
 
-    Raises UsageError where a client is not installed, RunError where it refuses to start.
+    Raises RunError where a client is not installed, or refuses to start.
     """
     openers: dict[Tracker, Callable[[RunRecord, Path], TrackerClient]] = {
         "tensorboard": _TensorBoard,
@@ -81,7 +81,7 @@ def open_trackers(
         try:
             clients[name] = openers[name](record, directory)
         except ImportError as problem:
-            raise UsageError(
+            raise RunError(
                 f"track={name}, and its client is not installed ({problem}).",
                 "Trackers are extras.",
                 f"pip install 'trimaran[{name}]', or leave it out.",

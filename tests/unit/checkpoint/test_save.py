@@ -1,0 +1,57 @@
+"""Weights out: every tensor under its own name, ties once, the trained part alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from trimaran.checkpoint import load_weights, save_trained_weights, save_weights
+from trimaran.job import Weights
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.head = nn.Linear(2, 4)
+        self.head.weight = self.embed.weight
+
+
+def names(path: Path) -> set[str]:
+    with safe_open(path, framework="pt") as file:
+        return set(file.keys())
+
+
+def test_what_is_saved_loads_again(tmp_path: Path) -> None:
+    model, other = Net(), Net()
+    save_weights(model, tmp_path / "m.safetensors")
+    load_weights(other, Weights(tmp_path / "m.safetensors"))
+    for name, each in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], each), name
+    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def test_the_trained_part_alone_has_no_frozen_parameter_and_no_buffer(tmp_path: Path) -> None:
+    model = Net()
+    model.embed.weight.requires_grad_(False)
+    save_trained_weights(model, tmp_path / "t.safetensors")
+    assert names(tmp_path / "t.safetensors") == {"norm.weight", "norm.bias", "head.bias"}
+
+
+def test_a_save_that_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.safetensors"
+    save_weights(Net(), path)
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("trimaran.checkpoint.save.os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save_weights(Net(), path)
+    assert path.read_bytes() == before
