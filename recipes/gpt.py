@@ -15,28 +15,28 @@ from torch import Tensor, nn
 
 import trimaran as tm
 
+PRIME = 2**31 - 1
+
 
 class Embedding(nn.Module):
-    """A byte's vector, plus one of the pair it ends, plus one of the triple it ends.
+    """A byte's vector, plus one each for the last two, three and four bytes.
 
-    Local spelling then costs a look-up, and the blocks are left with what lies further back. Pairs and triples
-    share the rows of small tables by Knuth's multiplicative hash.
+    Local spelling then costs a look-up, and the blocks are left with what lies further back. The strings share the
+    rows of small tables by a polynomial hash.
     """
 
-    def __init__(self, width: int, pair_rows: int = 4096, triple_rows: int = 8192) -> None:
+    def __init__(self, width: int, rows: int = 8192) -> None:
         super().__init__()
         self.byte = nn.Embedding(256, width)
-        self.pair = nn.Embedding(pair_rows, width)
-        self.triple = nn.Embedding(triple_rows, width)
+        self.strings = nn.ModuleList(nn.Embedding(rows, width) for _ in range(3))
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        pairs_BT = ids_BT + 256 * F.pad(ids_BT, (1, 0))[:, :-1]
-        triples_BT = pairs_BT + 256**2 * F.pad(ids_BT, (2, 0))[:, :-2]
-        return self.byte(ids_BT) + hashed(self.pair, pairs_BT) + hashed(self.triple, triples_BT)
-
-
-def hashed(table: nn.Embedding, codes: Tensor) -> Tensor:
-    return table((codes * 2_654_435_761 >> 16) % table.num_embeddings)
+        x_BTD, hash_BT = self.byte(ids_BT), ids_BT
+        for back, table in enumerate(self.strings, start=1):
+            earlier_BT = F.pad(ids_BT, (back, 0))[:, :-back]
+            hash_BT = (hash_BT + pow(1_000_003, back, PRIME) * earlier_BT) % PRIME
+            x_BTD = x_BTD + table(hash_BT % table.num_embeddings)
+        return x_BTD
 
 
 class Attention(nn.Module):
@@ -146,7 +146,7 @@ def trigram_loss(train: np.ndarray, windows: np.ndarray, strength: float = 5.0) 
     return float(-(np.log(pair[:, :1]).sum() + np.log(triple).sum()) / target.size)
 
 
-def job(width: int = 128, depth: int = 2, heads: int = 4, seq_len: int = 256, lr: float = 2e-3) -> tm.Job:
+def job(width: int = 128, depth: int = 2, heads: int = 4, seq_len: int = 128, lr: float = 2e-3) -> tm.Job:
     """A GPT on the standard library's own source, byte by byte."""
     train, valid = tm.data.python_source(seq_len=seq_len).split(valid=0.01)
 
@@ -163,10 +163,10 @@ def job(width: int = 128, depth: int = 2, heads: int = 4, seq_len: int = 256, lr
         inputs=("input_ids",),
         loss=tm.losses.next_token(),
         metrics={"accuracy": tm.losses.token_accuracy()},
-        optimizer=tm.optim.adamw(lr=lr, betas=(0.9, 0.95), weight_decay=0.1, groups=tables, at_batch=8),
+        optimizer=tm.optim.adamw(lr=lr, betas=(0.9, 0.95), weight_decay=0.1, groups=tables, at_batch=16),
         clip=1.0,
-        schedule=tm.optim.cosine(warmup=0.05),
-        global_batch=8,
+        schedule=tm.optim.cosine(warmup=0.05, final=0.0),
+        global_batch=16,
         steps=3000,
         sample=write_python,
         baselines={"trigram table": trigram_table},
