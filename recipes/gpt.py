@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import trimaran as tm
 
-PRIME = 2**31 - 1
+PRIME = 2**31 - 1  # of the hash in Embedding
 
 
 class Embedding(nn.Module):
@@ -127,11 +127,12 @@ def write_python(model: nn.Module, prompt: str = "def ", length: int = 400, temp
     return bytes(ids).decode(errors="replace")
 
 
-def trigram_loss(train: np.ndarray, windows: np.ndarray, strength: float = 5.0) -> float:
+def trigram_loss(train: np.ndarray, windows: np.ndarray, strength: float = 50.0) -> float:
     """Nats per byte of a table of the training bytes, on the predictions the model is judged by.
 
     Those are bytes 1 to T - 1 of each window, from the bytes before it in the window: the last two, and at byte 1
-    the only one. Counts are smoothed with `strength` imagined ones spread as the shorter context predicts.
+    the only one. Counts are smoothed with `strength` imagined ones spread as the shorter context predicts (MacKay and
+    Peto 1995); 50 is the best on these files.
     """
     tokens, target = train.astype(np.int64), windows[:, 1:]
 

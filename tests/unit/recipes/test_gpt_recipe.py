@@ -48,12 +48,21 @@ def test_a_byte_changes_no_earlier_logits_and_all_later_ones(model: torch.nn.Mod
     assert moved[changed:].all()
 
 
-def test_position_matters(model: torch.nn.Module) -> None:
-    """Bytes before the reach of pair and triple, exchanged, change the last prediction: order is seen."""
-    ids = random_bytes(1, 24)
-    swapped = ids.clone()
-    swapped[0, [2, 9]] = ids[0, [9, 2]]
-    assert not torch.equal(model(ids)[0, -1], model(swapped)[0, -1])
+def test_rotated_queries_meet_keys_by_distance() -> None:
+    attention = gpt.Attention(width=16, heads=1, seq_len=12)
+    query, key = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(1)).expand(2, 12, 16)
+    scores = attention.rotate(query) @ attention.rotate(key).T
+    torch.testing.assert_close(scores[:-1, :-1], scores[1:, 1:])
+    torch.testing.assert_close(scores.diagonal(), (query * key).sum(-1))
+    assert not torch.isclose(scores[0, 1:], scores[0, :-1]).any()
+
+
+def test_attention_sees_the_order_of_what_it_reads() -> None:
+    torch.manual_seed(0)
+    attention = gpt.Attention(width=16, heads=2, seq_len=12)
+    x_BTD = torch.randn(1, 12, 16)
+    swapped_BTD = x_BTD[:, [0, 1, 7, 3, 4, 5, 6, 2, 8, 9, 10, 11]]
+    assert not torch.allclose(attention(x_BTD)[0, -1], attention(swapped_BTD)[0, -1])
 
 
 def test_the_loss_at_the_start_is_that_of_chance() -> None:
