@@ -127,8 +127,8 @@ def write_python(model: nn.Module, prompt: str = "def ", length: int = 400, temp
     return bytes(ids).decode(errors="replace")
 
 
-def trigram_loss(train: np.ndarray, windows: np.ndarray, strength: float = 50.0) -> float:
-    """Nats per byte of a table of the training bytes, on the predictions the model is judged by.
+def trigram_nats(train: np.ndarray, windows: np.ndarray, strength: float = 50.0) -> float:
+    """What a table of the training bytes loses on each prediction [N, T - 1] the model is judged by, in nats.
 
     Those are bytes 1 to T - 1 of each window, from the bytes before it in the window: the last two, and at byte 1
     the only one. Counts are smoothed with `strength` imagined ones spread as the shorter context predicts (MacKay and
@@ -144,7 +144,7 @@ def trigram_loss(train: np.ndarray, windows: np.ndarray, strength: float = 50.0)
     single = smooth(1, np.zeros_like(target), target, np.full(target.shape, 1 / 256))
     pair = smooth(2, windows[:, :-1], target, single)
     triple = smooth(3, 256 * windows[:, :-2] + windows[:, 1:-1], windows[:, 2:], pair[:, 1:])
-    return float(-(np.log(pair[:, :1]).sum() + np.log(triple).sum()) / target.size)
+    return -np.log(np.concatenate([pair[:, :1], triple], axis=1))
 
 
 def job(width: int = 128, depth: int = 2, heads: int = 4, seq_len: int = 128, lr: float = 2e-3) -> tm.Job:
@@ -153,7 +153,7 @@ def job(width: int = 128, depth: int = 2, heads: int = 4, seq_len: int = 128, lr
 
     def trigram_table() -> dict[str, float]:
         windows = np.stack([sample["input_ids"].numpy() for sample in valid])
-        return {"loss": trigram_loss(train.tokens, windows)}
+        return {"loss": float(trigram_nats(train.tokens, windows).mean())}
 
     # A table's row is met rarely: it learns faster, and does not decay while it waits.
     tables = {"embed.*": {"lr_scale": 4.0, "weight_decay": 0.0}}

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import trimaran as tm
+
 RECIPE = Path(__file__).parents[3] / "recipes" / "gpt.py"
 spec = importlib.util.spec_from_file_location("gpt_recipe", RECIPE)
 assert spec is not None
@@ -79,37 +81,36 @@ def test_every_parameter_gets_a_gradient(model: torch.nn.Module) -> None:
     assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
 
 
-def test_the_trigram_loss_equals_one_counted_by_hand() -> None:
+def test_the_trigram_table_equals_one_counted_by_hand() -> None:
     """The training text "abab" against the window "aba", with two imagined counts.
 
-    P(a) = P(b) = (2 + 2/256) / (4 + 2). Byte 1 sees one byte: "a" is followed by "b" in 2 of 2. Byte 2 sees two:
-    "ab" is followed by "a" in 1 of 1, and "b" by "a" in 1 of 1.
+    P(b) = (2 + 2/256) / (4 + 2). Byte 1 sees one byte: "a" is followed by "b" in 2 of 2. Byte 2 sees two: "ab" is
+    followed by "a" in 1 of 1, and "b" by "a" in 1 of 1.
     """
     train, window = (np.frombuffer(text, np.uint8) for text in (b"abab", b"aba"))
     single = (2 + 2 / 256) / 6
     b_after_a = (2 + 2 * single) / 4
     a_after_b = (1 + 2 * single) / 3
     a_after_ab = (1 + 2 * a_after_b) / 3
-    expected = -(math.log(b_after_a) + math.log(a_after_ab)) / 2
-    assert gpt.trigram_loss(train, window.astype(np.int64)[None], strength=2.0) == pytest.approx(expected, rel=1e-12)
+    nats = gpt.trigram_nats(train, window.astype(np.int64)[None], strength=2.0)
+    np.testing.assert_allclose(nats, [[-math.log(b_after_a), -math.log(a_after_ab)]], rtol=1e-12)
 
 
-def test_the_trigram_table_is_a_distribution_over_bytes() -> None:
-    """Summed over all 256 last bytes, the probabilities of seen and of unseen contexts are one."""
+@pytest.mark.parametrize("context", [b"th", b"tz", b"zz"])
+def test_the_trigram_table_is_a_distribution_over_bytes(context: bytes) -> None:
+    """Also after one byte, and where a context was never seen."""
     train = np.frombuffer(b"the cat sat on the mat, the rat sat on the cat", np.uint8)
-    for context in (b"th", b"zz"):
-        windows = np.array([[*context, last] for last in range(256)])
-        # Each window's mean is over (byte 1, byte 2); byte 1's prediction is the same in all.
-        first = 2 * np.array([gpt.trigram_loss(train, row[None]) for row in windows])
-        byte_1 = gpt.trigram_loss(train, windows[:1, :2])
-        assert np.exp(-(first - byte_1)).sum() == pytest.approx(1.0, rel=1e-9)
+    after_two = gpt.trigram_nats(train, np.array([[*context, last] for last in range(256)]))[:, 1]
+    after_one = gpt.trigram_nats(train, np.array([[context[0], last] for last in range(256)]))[:, 0]
+    np.testing.assert_allclose([np.exp(-after_one).sum(), np.exp(-after_two).sum()], 1.0, rtol=1e-12)
 
 
-def test_the_trigram_loss_makes_as_many_predictions_as_the_model_and_never_looks_across_windows() -> None:
+def test_the_trigram_table_makes_the_model_s_predictions_and_never_looks_across_windows() -> None:
     train = random_bytes(5000).numpy().astype(np.uint8)
-    windows = random_bytes(6, 9).numpy()
-    losses = [gpt.trigram_loss(train, window[None]) for window in windows]
-    assert gpt.trigram_loss(train, windows) == pytest.approx(np.mean(losses), rel=1e-12)
+    windows = random_bytes(6, 9)
+    nats = gpt.trigram_nats(train, windows.numpy())
+    assert nats.size == tm.losses.next_token().weight({"input_ids": windows})
+    np.testing.assert_array_equal(nats[2:4], gpt.trigram_nats(train, windows[2:4].numpy()))
 
 
 def test_the_sample_is_text_that_goes_on_from_the_prompt_past_the_window(model: torch.nn.Module) -> None:
