@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -119,7 +120,7 @@ def format_bytes(count: float) -> str:
     """Bytes as "26 MiB" or "1.5 GiB": binary units, two digits where it is short."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
+        if abs(value) < 1024 or not math.isfinite(value):
             return f"{_short(value)} {unit}"
         value /= 1024
     return f"{_short(value)} TiB"
@@ -129,7 +130,7 @@ def format_count(count: float) -> str:
     """A count as "6.4 M" or "14.2 k": decimal prefixes, three digits."""
     value = float(count)
     for prefix in ("", " k", " M", " G"):
-        if abs(value) < 999.5:
+        if abs(value) < 999.5 or not math.isfinite(value):
             return f"{_short(value)}{prefix}"
         value /= 1000
     return f"{_short(value)} T"
@@ -137,7 +138,7 @@ def format_count(count: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """A span as "0.31 s", "13:12" (minutes) or "2:05:09" (hours)."""
-    if seconds < 60:
+    if seconds < 60 or not math.isfinite(seconds):
         return f"{_short(seconds)} s"
     whole = round(seconds)
     hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
@@ -148,13 +149,17 @@ def format_number(value: float) -> str:
     """A rate or loss scale as briefly as it stays exact to three digits: "9.9e-4", "0.61", "256"."""
     if value == 0:
         return "0"
-    if abs(value) >= 1e-2 and abs(value) < 1e4:
+    if not math.isfinite(value) or 1e-2 <= abs(value) < 999.5:
         return f"{value:.3g}"
+    if 999.5 <= abs(value) < 1e4:
+        return f"{value:.0f}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def _short(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
     if value == int(value) and abs(value) < 10000:
         return str(int(value))
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2g}"

@@ -156,14 +156,13 @@ def _parse(kind: Any, words: Sequence[str], *, program: str) -> tuple[Any, list[
 
 
 def _sentence_in(box: str) -> str:
-    """The first paragraph inside the box that the parser draws, without its title and pointers to help."""
-    lines = []
-    for line in box.splitlines():
-        text = line.strip("│ \t")
-        if text.startswith(("─", "╰", "Got errors", "For full helptext")):
+    """The first paragraph inside the box that the parser draws (in ASCII where the output is not UTF-8)."""
+    lines: list[str] = []
+    for line in box.strip().splitlines()[1:]:  # the first is the title
+        text = line.strip("│╰╯─ \t").strip("-" if set(line.strip()) == {"-"} else "")
+        if lines and (not text or text.startswith(("Got errors", "For full helptext"))):
             break
-        if not text.startswith("╭"):
-            lines.append(text)
+        lines += [text] if text else []
     sentence = re.sub(r"^Error parsing (\S+): ", r"\1: ", " ".join(" ".join(lines).split()))
     return f"{sentence.rstrip('.')}." if sentence else "The command line cannot be read."
 

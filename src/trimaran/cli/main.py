@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as problem:
         error = _named(problem)
         _report(error, show_traceback=show_traceback)
+        # The frames hold process groups, whose threads must end before the interpreter does.
+        traceback.clear_frames(problem.__traceback__)
         return error.exit_code if isinstance(error, TrimaranError) else 1
 
 

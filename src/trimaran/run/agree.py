@@ -35,12 +35,11 @@ def on_first_rank(world: World, action: Callable[[], Result]) -> Result | None:
 
 def agree_on_job(world: World, resolved: Mapping[str, Any]) -> None:
     """Raises RunError on every rank where a rank's resolved job differs from rank 0's. Every rank must call it."""
-    texts = world.gather_text(json.dumps(resolved, sort_keys=True, default=str))
-    for rank, text in enumerate(texts):
-        if text == texts[0]:
+    of_ranks = [json.loads(text) for text in world.gather_text(json.dumps(resolved, default=str))]
+    for rank, theirs in enumerate(of_ranks):
+        found = find_difference(of_ranks[0], theirs)
+        if found is None:
             continue
-        found = find_difference(json.loads(texts[0]), json.loads(text))
-        assert found is not None
         name, first, other = found
         raise RunError(
             f"rank 0 has {name}={first} and rank {rank} has {name}={other}.",

@@ -58,7 +58,7 @@ def start(
         resources.callback(close_world)
         set_numerics(precision=layout.precision, deterministic=options.deterministic)
         identity = identify(job, origin)
-        agree_on_job(world, {"layout": str(layout), "versions": torch.__version__, "identity": identity})
+        agree_on_job(world, {"layout": str(layout), "torch": torch.__version__} | identity)
         path = Path(world.gather_text(str(run) if run is not None else str(name_run(job.name)))[0])
         directory = on_first_rank(world, partial(_open_directory, path, resources, named=run is not None))
         phases = Phases()
