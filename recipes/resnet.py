@@ -35,11 +35,6 @@ MakeNorm = Callable[[int], nn.Module]
 # Children are named as in torchvision and timm, so that their pretrained weights fit as they are.
 
 
-def group_norm(channels: int) -> nn.Module:
-    """32 groups (Wu and He 2018); fewer where a group would hold less than two channels, or they do not divide."""
-    return nn.GroupNorm(min(math.gcd(channels, 32), max(1, channels // 2)), channels)
-
-
 def convolve(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(channels_in, channels_out, kernel, stride, padding=kernel // 2, bias=False)
 
@@ -108,7 +103,9 @@ class ResNet(nn.Module):
         self, num_classes: int, *, depth: int = 18, width: int = 64, channels: int = 3, stem: str, norm: str = "batch"
     ) -> None:
         super().__init__()
-        make_norm = nn.BatchNorm2d if norm == "batch" else group_norm
+        # 32 groups at the usual width of 64 (Wu and He 2018); at a smaller one fewer, as large as those.
+        num_groups = max(1, math.gcd(width, 64) // 2)
+        make_norm: MakeNorm = nn.BatchNorm2d if norm == "batch" else partial(nn.GroupNorm, num_groups)
         small = stem == "small"
         self.conv1 = convolve(channels, width, 3) if small else convolve(channels, width, 7, stride=2)
         self.bn1 = make_norm(width)
