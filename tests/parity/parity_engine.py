@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from parity_plain import FP16_SCALE, Trace, optimizer_state
 from torch import Tensor
 
 import trimaran as tm
+import trimaran.engine.replicas as replicas
 from trimaran.data import BatchLoader, Order, build_loader
 from trimaran.engine import Engine, build_engine
 from trimaran.layout import Layout, Precision, ResolvedLayout
@@ -50,6 +52,17 @@ def load(job: tm.Job, layout: ResolvedLayout, world: World, *, first_step: int =
         micro_batch=layout.micro_batch,
         first_step=first_step,
     )
+
+
+@contextmanager
+def buckets_of(num_bytes: int) -> Iterator[None]:
+    """Engines built inside have buckets of this size. Workers live on, so that it must be undone."""
+    before = replicas.BUCKET_BYTES
+    replicas.BUCKET_BYTES = num_bytes
+    try:
+        yield
+    finally:
+        replicas.BUCKET_BYTES = before
 
 
 def engine_run(case: Case) -> Trace:

@@ -44,13 +44,17 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.out = nn.Linear(WIDTH, WIDTH)
+        nn.init.normal_(self.out.weight, std=0.05)
         self.register_buffer("causal", torch.tril(torch.ones(LONGEST, LONGEST)))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         B, T, D = x_BTD.shape
-        q, k, v = (part.view(B, T, HEADS, D // HEADS).transpose(1, 2) for part in self.qkv(x_BTD).chunk(3, dim=-1))
+        q, k, v = (
+            project(x_BTD).view(B, T, HEADS, D // HEADS).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
         scores = q @ k.transpose(-1, -2) * (D // HEADS) ** -0.5
         shares = scores.masked_fill(self.causal[:T, :T] == 0, float("-inf")).softmax(-1)
         return self.out((shares @ v).transpose(1, 2).reshape(B, T, D))
@@ -84,10 +88,10 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 4, 3),
+            nn.Conv2d(3, 4, 3, bias=False),  # a bias before a norm has a gradient of little but rounding
             nn.GroupNorm(2, 4),
             nn.ReLU(),
-            nn.Conv2d(4, 6, 3, stride=2).to(memory_format=torch.channels_last),
+            nn.Conv2d(4, 6, 3, stride=2, bias=False).to(memory_format=torch.channels_last),
             nn.GroupNorm(3, 6),
         )
         self.head = nn.Linear(6, 5)

@@ -88,8 +88,8 @@ class Replicas:
         view, gradient = bucket.views[index], parameter.grad
         if gradient is None:
             return
+        refuse_sparse(gradient)
         if gradient.data_ptr() != view.data_ptr():
-            refuse_sparse(gradient)
             view.copy_(gradient)
             parameter.grad = view
         if not self._last_micro_batch:
