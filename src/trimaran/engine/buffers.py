@@ -63,16 +63,18 @@ class RunningBuffers:
             if module.training
             for buffer in module.buffers(recurse=False)
         ]
-        if self._agreement is not None:
-            self._agreement.wait()
-            changed_anywhere = (self._num_changed > 0).tolist()
-            entries += [
-                (each.current, changed)
-                for each, changed, anywhere in zip(self._watched, self._changed, changed_anywhere, strict=True)
-                if anywhere
-            ]
+        entries += [
+            (each.current, changed)
+            for each, changed, anywhere in zip(self._watched, self._changed, self._read_changed_anywhere(), strict=True)
+            if anywhere
+        ]
         _average([entry for entry in entries if _is_real(entry[0])], self._group)
         _take_largest([buffer for buffer, _ in entries if not _is_real(buffer)], self._group)
+
+    def _read_changed_anywhere(self) -> list[bool]:
+        if self._agreement is not None:
+            self._agreement.wait()
+        return [num_ranks > 0 for num_ranks in self._num_changed.tolist()]  # on the CPU
 
 
 class _Watched:

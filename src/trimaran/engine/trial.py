@@ -124,20 +124,22 @@ def _check_sum(engine: Engine, tensors: Mapping[str, Tensor], num_samples: int) 
             "A weight is a count: that of a batch is the sum of its parts' weights.",
             "Count samples, or the tokens that are not ignored.",
         )
-    if not all(math.isfinite(total) for total in (together, *totals)):
+    tolerance = 0.02 if engine.precision in ("bf16", "fp16") else 1e-3
+    if math.isfinite(together) and math.isclose(together, sum(totals), rel_tol=tolerance):
+        return
+    is_mean = any(_is_mean(together, totals, counts, tolerance) for counts in (weights, sizes))
+    if not is_mean and not all(math.isfinite(total) for total in (together, *totals)):
         raise NumericsError(
             f"the loss of the first micro-batch is {together:g}, that of its halves {totals[0]:g} and {totals[1]:g}.",
             "Training follows a finite loss; a mean over labels that are all ignored is not one, their sum is 0.",
             'Look at the data and the model\'s first output, and let total() use reduction="sum".',
         )
-    tolerance = 0.02 if engine.precision in ("bf16", "fp16") else 1e-3
-    if not math.isclose(together, sum(totals), rel_tol=tolerance):
-        is_mean = any(_is_mean(together, totals, counts, tolerance) for counts in (weights, sizes))
-        raise _no_sum(together, sum(totals), is_mean=is_mean)
+    raise _no_sum(together, sum(totals), is_mean=is_mean)
 
 
 def _is_mean(together: float, totals: Sequence[float], counts: Sequence[float], tolerance: float) -> bool:
-    summed = sum(total * count for total, count in zip(totals, counts, strict=True))
+    # The mean over nothing is not a number, and no part of the other.
+    summed = sum(total * count for total, count in zip(totals, counts, strict=True) if count)
     return sum(counts) > 0 and math.isclose(together * sum(counts), summed, rel_tol=tolerance)
 
 
