@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trimaran.errors import JobError
 from trimaran.world.rng import seed_everything
@@ -14,7 +14,8 @@ from trimaran.world.rng import seed_everything
 def build_model(constructor: Callable[[], nn.Module], seed: int) -> nn.Module:
     """The model on the CPU, its constructor run under the seed as in plain PyTorch.
 
-    Raises JobError where the constructor returns no module, or one without a parameter to train.
+    Raises JobError where the constructor returns no module, one without a parameter to train, or parameters that
+    have no value yet or share their memory.
     """
     seed_everything(seed)
     model = constructor()
@@ -30,30 +31,64 @@ def build_model(constructor: Callable[[], nn.Module], seed: int) -> nn.Module:
             "Training changes parameters.",
             "Set requires_grad on those to be trained.",
         )
-    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
-    if lazy:
-        raise JobError(
-            f"parameter {lazy[0]} has no shape yet (a lazy module).",
-            "Weights exist before the first batch, so that they depend on the seed alone.",
-            "Use the module with explicit sizes.",
-        )
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise JobError(
-                f"parameter {name} is on the meta device.",
-                'With init="whole" the constructor gives the weights their values.',
-                "Build the model on the CPU.",
-            )
+    _refuse_without_values(model)
+    _make_dense(model)
+    _refuse_shared_memory(model)
     return model
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives every floating-point parameter this type, in place; buffers too where it is float64."""
+    """Gives every floating-point parameter this type, in place; buffers too where it is float64.
+
+    Complex parameters take the type whose parts are of this one.
+    """
     for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
+        _cast(parameter, dtype)
     if dtype is torch.float64:
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point():
-                    module.register_buffer(name, buffer.to(dtype), name not in module._non_persistent_buffers_set)
+        for buffer in model.buffers():
+            _cast(buffer, dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
+    wanted = dtype.to_complex() if tensor.is_complex() else dtype
+    if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != wanted:
+        # In place of a new tensor, so that whatever is shared between modules stays shared.
+        tensor.data = tensor.data.to(wanted)
+
+
+def _refuse_without_values(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise JobError(
+                f"{name} has no shape yet (a lazy module).",
+                "Weights exist before the first batch, so that they depend on the seed alone.",
+                "Use the module with explicit sizes.",
+            )
+        if tensor.is_meta:
+            raise JobError(
+                f"{name} is on the meta device.",
+                'With init="whole" the constructor gives the weights their values.',
+                "Build the model on the CPU.",
+            )
+
+
+def _make_dense(model: nn.Module) -> None:
+    """Copies parameters with gaps in memory, such as a slice of a tensor: fused optimizers know of no gaps."""
+    for parameter in model.parameters():
+        if torch.empty_like(parameter).stride() != parameter.stride():
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Two parameters in one memory stay tied or not as the precision and the device have it."""
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            continue
+        owner = owners.setdefault(parameter.data_ptr(), name)
+        if owner != name:
+            raise JobError(
+                f"the parameters {owner} and {name} are two, and share their memory.",
+                "Weights are tied by being one parameter: another precision or device would untie these.",
+                "Assign the parameter itself, as in head.weight = embed.weight, and not its .data.",
+            )

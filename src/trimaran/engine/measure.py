@@ -33,9 +33,13 @@ def read_means(names: Iterable[str], sums: Tensor) -> dict[str, float]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode inside; each back in its own mode after, frozen parts included."""
+    """Every module in eval mode inside; each back in its own mode after, frozen parts included.
+
+    Sets the modes themselves: a train() of the user's own may do more, such as merging weights, and not undo it.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    for module, _ in modes:
+        module.training = False
     try:
         yield
     finally:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from trimaran.layout import Precision
 
@@ -32,12 +34,16 @@ def forward_context(precision: Precision, device: torch.device) -> AbstractConte
 
 
 def upcast_output(output: Any) -> Any:
-    """A half-precision output in float32, so that no loss sums in half precision; other outputs as they are."""
-    if isinstance(output, Tensor):
-        return output.float() if output.dtype in _HALVES else output
-    if isinstance(output, tuple) and type(output) is tuple:
-        return tuple(upcast_output(each) for each in output)
-    return output
+    """An output whose half-precision tensors are in float32, so that no loss sums in half precision.
+
+    Looks into tuples, lists, dicts, what else torch's pytrees know (Hugging Face's outputs), and dataclasses.
+    """
+    if is_dataclass(output) and not isinstance(output, Mapping | type):
+        raised = copy(output)
+        for each in fields(output):
+            object.__setattr__(raised, each.name, upcast_output(getattr(output, each.name)))  # frozen ones too
+        return raised
+    return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in _HALVES else tensor, output)
 
 
 @dataclass

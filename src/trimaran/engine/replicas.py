@@ -53,6 +53,7 @@ class Replicas:
 
     def begin_step(self) -> None:
         """Drops the gradients of the step before. The first micro-batch then overwrites, so nothing is zeroed."""
+        self._last_micro_batch = False
         self._num_started = 0
         for bucket in self.buckets:
             bucket.work = None
@@ -71,6 +72,7 @@ class Replicas:
 
         A parameter that no sample of the step used has a gradient of zero.
         """
+        self._last_micro_batch = False  # a backward between steps is nobody's business but the caller's
         for bucket in self.buckets[self._num_started :]:
             self._reduce(bucket)
         for bucket in self.buckets:
@@ -86,8 +88,8 @@ class Replicas:
         view, gradient = bucket.views[index], parameter.grad
         if gradient is None:
             return
+        refuse_sparse(gradient)
         if gradient.data_ptr() != view.data_ptr():
-            _refuse_sparse(gradient)
             view.copy_(gradient)
             parameter.grad = view
         if not self._last_micro_batch:
@@ -131,10 +133,13 @@ def _build_bucket(parameters: list[nn.Parameter]) -> Bucket:
     first = parameters[0]
     flat = torch.zeros(sum(each.numel() for each in parameters), dtype=first.dtype, device=first.device)
     pieces = flat.split([each.numel() for each in parameters])
-    return Bucket(parameters, flat, [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)])
+    # In the parameter's own strides (channels_last, transposed): fused optimizers go through memory side by side.
+    views = [piece.as_strided(each.shape, each.stride()) for piece, each in zip(pieces, parameters, strict=True)]
+    return Bucket(parameters, flat, views)
 
 
-def _refuse_sparse(gradient: Tensor) -> None:
+def refuse_sparse(gradient: Tensor) -> None:
+    """Raises JobError for a gradient that is not dense."""
     if gradient.layout is not torch.strided:
         raise JobError(
             f"a parameter of shape {tuple(gradient.shape)} has a sparse gradient.",

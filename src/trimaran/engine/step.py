@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from trimaran.engine.buffers import RunningBuffers, unchanged_buffers
 from trimaran.engine.measure import evaluation_mode, measure, read_means
 from trimaran.engine.norm import clip_coefficient, global_norm
 from trimaran.engine.precision import LossScale, forward_context, parameter_dtype, upcast_output
-from trimaran.engine.replicas import Replicas
+from trimaran.engine.replicas import Replicas, refuse_sparse
 from trimaran.engine.result import StepResult
 from trimaran.engine.update import apply_update
 from trimaran.errors import JobError
@@ -24,6 +25,19 @@ from trimaran.layout import Precision
 from trimaran.phases import Phases
 from trimaran.world.groups import World
 from trimaran.world.rng import derive_seed, seed_forward
+
+_EVALUATION = -1
+"""Stands for the step where a seed is derived for an evaluation, which is the same whenever it takes place."""
+
+
+@dataclass(frozen=True)
+class _Accumulated:
+    """A global batch whose gradients wait for `update`; `work` is what sums its loss over the ranks."""
+
+    index: int
+    weight: float
+    loss_sum: Tensor
+    work: dist.Work | None
 
 
 class Engine:
@@ -67,10 +81,12 @@ class Engine:
         self._data_group = world.group("dp")
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._replicas = None if self._data_group is None else Replicas(self._parameters, self._data_group)
-        self._buffers = RunningBuffers(model, self._data_group)
-        self._accumulated: tuple[RankBatch, Tensor, dist.Work | None] | None = None
+        self._buffers = RunningBuffers(model, world)
+        self._accumulated: _Accumulated | None = None
         self._unsettled: StepResult | None = None
         self.last_result: StepResult | None = None
+        for group in optimizer.param_groups:
+            group.setdefault("base_lr", group["lr"])
 
     def step(self, batch: RankBatch) -> StepResult:
         """One optimizer step on this rank's share of a global batch."""
@@ -93,8 +109,7 @@ class Engine:
             self._settle_previous()  # whether the scale grows or shrinks decides this step's gradients
         weight = batch.total_weight if batch.total_weight is not None else self.agree_on_weight(batch)
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        # A batch of no weight has no mean: its gradients become not-a-number, and the step is skipped as any such is.
-        factor = scale / weight if weight else float("nan")
+        factor = scale / weight if weight else float("nan")  # a batch of no weight has no mean
         self.drop_gradients()
         self._buffers.begin_step()
         loss_sum = torch.zeros((), dtype=self._sum_dtype, device=self.world.device)
@@ -104,12 +119,13 @@ class Engine:
             loss_sum += self._run_micro_batch(batch.index, micro_batch, 0.0 if micro_batch.weightless else factor)
         loss_sum /= scale
         with self.phases("synchronize"):
+            self._buffers.compare(had_samples=not all(each.weightless for each in batch.micro_batches))
             self._complete_gradients()
-            self._buffers.finish_step(had_samples=not all(each.weightless for each in batch.micro_batches))
+            self._buffers.finish_step()
             work = None
             if self._data_group is not None:
                 work = dist.all_reduce(loss_sum, group=self._data_group, async_op=True)
-        self._accumulated = (batch, loss_sum, work)
+        self._accumulated = _Accumulated(batch.index, weight, loss_sum, work)
 
     def update(self) -> StepResult:
         """Clips and applies the accumulated gradients; skips on every rank where their norm is not finite."""
@@ -120,31 +136,35 @@ class Engine:
                 "Call accumulate(batch) first, or step(batch).",
             )
         self._settle_previous()
-        batch, loss_sum, work = self._accumulated
+        step = self._accumulated
         with self.phases("update"):
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             scale = self.loss_scale.value if self.loss_scale else 1.0
             norm = global_norm(gradients) / scale
+            if not step.weight:
+                norm = norm * float("nan")  # where all is ignored, gradients may be zeros: skipped all the same
             lr_factor = self._lr_factor(self.num_updates)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["base_lr"] * lr_factor
             apply_update(self.optimizer, gradients, norm, clip_coefficient(norm, self._clip) / scale)
         lr = float(self.optimizer.param_groups[0]["lr"])
         self._accumulated = None
-        self.last_result = StepResult(index=batch.index, lr=lr, loss_sum=loss_sum, norm=norm, work=work)
+        self.last_result = StepResult(index=step.index, lr=lr, loss_sum=step.loss_sum, norm=norm, work=step.work)
         self._unsettled = self.last_result
         return self.last_result
 
     def evaluate(self, batches: Iterable[RankBatch]) -> dict[str, float]:
         """Loss and metrics over all batches and ranks, each its total over its weight, exactly.
 
-        Weights, buffers and modes of the model are as before. Every rank calls it with as many micro-batches.
+        Weights, buffers and modes of the model are as before. What a forward draws depends on (seed, position), so that
+        evaluations can be compared. Every rank calls it with as many micro-batches.
         """
         sums = torch.zeros(2, len(self._measures), dtype=self._sum_dtype, device=self.world.device)
-        with torch.no_grad(), evaluation_mode(self.model), self.phases("evaluate"):
+        with torch.no_grad(), evaluation_mode(self.model), unchanged_buffers(self.model), self.phases("evaluate"):
             for batch in batches:
                 for micro_batch in batch.micro_batches:
                     tensors = self.to_device(micro_batch)
+                    self.seed_micro_batch(_EVALUATION, micro_batch)
                     output = self.forward(tensors)
                     if not micro_batch.weightless:
                         sums += measure(self._measures.values(), output, tensors).to(sums)
@@ -189,13 +209,13 @@ class Engine:
         seed_forward(self.world.device, derive_seed(self._seed, index, micro_batch.position))
 
     def _run_micro_batch(self, index: int, micro_batch: MicroBatch, factor: float) -> Tensor:
-        kept = unchanged_buffers(self.model) if micro_batch.weightless else nullcontext()
-        with self.phases("forward"), kept:
-            tensors = self.to_device(micro_batch)
-            self.seed_micro_batch(index, micro_batch)
-            scaled = self.loss.total(self.forward(tensors), tensors) * factor
-        with self.phases("backward"):
-            scaled.backward()
+        with unchanged_buffers(self.model) if micro_batch.weightless else nullcontext():
+            with self.phases("forward"):
+                tensors = self.to_device(micro_batch)
+                self.seed_micro_batch(index, micro_batch)
+                scaled = self.loss.total(self.forward(tensors), tensors) * factor
+            with self.phases("backward"):
+                scaled.backward()
         return scaled.detach()
 
     def _complete_gradients(self) -> None:
@@ -204,6 +224,7 @@ class Engine:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            refuse_sparse(parameter.grad)
 
     def _settle_previous(self) -> None:
         """Takes in whether the step before was skipped: the schedule and the loss scale advance by updates.

@@ -25,11 +25,12 @@ def apply_update(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], 
             optimizer.step()
         return
     if torch.isfinite(norm):
-        torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
+        torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype.to_real()))
         optimizer.step()
 
 
 def _scales_in_kernel(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> bool:
-    # The kernels read the scale as float32, which would round a float64 update.
+    # The first is torch's own word for it. The kernels read the scale as float32, which would round a float64 update.
+    takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    return fused and all(gradient.dtype is torch.float32 for gradient in gradients)
+    return takes_scale and fused and all(gradient.dtype is torch.float32 for gradient in gradients)
