@@ -27,6 +27,11 @@ def parse_verb(verb: type[Verb], words: Sequence[str], *, program: str) -> Verb:
     return parsed  # type: ignore[no-any-return]
 
 
+def parse_whole_verb(verb: type[Verb], words: Sequence[str], *, program: str) -> Verb:
+    """The flags of a verb that takes no job. Raises UsageError for a word it does not know."""
+    return _parse_all(Annotated[verb, tyro.conf.DisallowNone], words, _flag_names(verb), program)  # type: ignore[no-any-return]
+
+
 def parse_with_job(
     verb: type[Verb], function: Callable[..., Any], words: Sequence[str], *, program: str
 ) -> tuple[Verb, dict[str, Any]]:
@@ -38,7 +43,7 @@ def parse_with_job(
     of_verb, of_job = _flag_names(verb), {each.name for each in fields(arguments)}
     if "--" in words:
         at = list(words).index("--")
-        ours = _parse_all(Annotated[verb, tyro.conf.DisallowNone], words[:at], of_verb, program)
+        ours = parse_whole_verb(verb, words[:at], program=program)
         theirs = _parse_all(arguments, words[at + 1 :], of_job, f"{program} --")
         return ours, _as_dict(theirs)
     clashing = of_verb & of_job
