@@ -13,7 +13,10 @@ from trimaran.cli.job_file import describe_problem, innermost_place
 from trimaran.errors import JobError, TrimaranError, UsageError
 from trimaran.world.environment import record_failure
 
-VERBS = {"train": "train a job on one process or on many"}
+VERBS = {
+    "check": "start small: does a job learn at all, on one device",
+    "train": "train a job on one process or on many",
+}
 INTERRUPTED = 130
 
 
