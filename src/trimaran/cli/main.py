@@ -15,6 +15,7 @@ from trimaran.world.environment import record_failure
 
 VERBS = {
     "new": "write a job file to start from",
+    "check": "start small: does the job learn at all?",
     "train": "train a job on one process or on many",
 }
 INTERRUPTED = 130

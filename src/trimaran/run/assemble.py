@@ -22,6 +22,7 @@ from trimaran.layout import Layout, ResolvedLayout
 from trimaran.options import RunOptions
 from trimaran.phases import Phases
 from trimaran.run.agree import agree_on_job, agree_on_weights, on_first_rank
+from trimaran.run.checked import describe_unchecked
 from trimaran.run.console import Console
 from trimaran.run.decide import StopRequest, stop_on_signals
 from trimaran.run.describe import Origin, head_rows, identify, identify_parameters, record_run, title
@@ -83,6 +84,7 @@ def start(
         )
         if trial.unused_parameters:
             console.lines(_describe_unused(trial.unused_parameters))
+        console.lines(describe_unchecked(identity, origin, world.num_nodes))
         record = record_run(job, layout, options, world, origin, identity, rate)
         trackers = on_first_rank(world, partial(open_trackers, options.track, record, path, console.line))
         if trackers is not None:

@@ -16,6 +16,7 @@ from trimaran.cluster import Chip, find_chip
 from trimaran.errors import ClusterError
 from trimaran.layout import Precision
 from trimaran.options import Device
+from trimaran.world.cache import cache_file
 
 _CPU_RATES: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -89,7 +90,7 @@ def find_local_chip(device: torch.device, precision: Precision) -> Chip | None:
 
 def _cached_cpu_rate(precision: Precision, threads: int) -> float:
     """Best FLOP/s of a square matrix product with this many threads, measured once per machine, torch and precision."""
-    cache = _cache_folder() / "cpu-rates.json"
+    cache = cache_file("cpu-rates.json")
     key = f"{_cpu_name()} | torch {torch.__version__} | {threads} threads | {precision}"
     try:
         known: dict[str, float] = json.loads(cache.read_text(encoding="utf-8"))
@@ -119,11 +120,6 @@ def _measure_matmul_rate(dtype: torch.dtype, size: int = 512, seconds: float = 0
         a @ a
         best = min(best, time.perf_counter() - began)
     return 2 * size**3 / best
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "trimaran"
 
 
 def _cpu_name() -> str:
