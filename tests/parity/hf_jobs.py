@@ -133,7 +133,8 @@ def image_samples() -> list[dict[str, Tensor]]:
 
 
 def build_job(case: HFCase) -> tm.Job:
-    optimizer = tm.optim.adamw(lr=3e-4, weight_decay=0.0) if case.adam else tm.optim.sgd(lr=0.1, momentum=0.9, rule=None)
+    adamw, sgd = tm.optim.adamw(lr=3e-4, weight_decay=0.0), tm.optim.sgd(lr=0.1, momentum=0.9, rule=None)
+    optimizer = adamw if case.adam else sgd
     common: dict[str, Any] = {
         "model": BUILDERS[case.name],
         "optimizer": optimizer,

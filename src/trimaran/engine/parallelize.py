@@ -37,7 +37,8 @@ def build_engine(
     if not model.training:
         model.train()
     # Here follow, in this order: cut the pipeline, tensor, recompute, compile, shard.
-    optimizer = job.optimizer.build(model.named_parameters(), job.optimizer.rate(job.global_batch).value)
+    lr = job.optimizer.rate(job.global_batch).value
+    optimizer = job.optimizer.build(model.named_parameters(), lr)
     return Engine(
         model=model,
         world=world,
@@ -46,6 +47,7 @@ def build_engine(
         metrics=job.metrics,
         inputs=job.input_keys,
         optimizer=optimizer,
+        lr=lr,
         lr_factor=job.schedule.resolve(total_steps=job.total_steps, steps_per_epoch=job.steps_per_epoch),
         clip=job.clip,
         seed=job.seed,

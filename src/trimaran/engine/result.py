@@ -12,9 +12,9 @@ from torch import Tensor
 class StepResult:
     """What one optimizer step gave. Reading a figure waits for it; the loop reads one step late, when it is there.
 
-    `index` counts steps from 0; `lr` is the first group's rate. `loss` is the global batch's mean loss and
-    `grad_norm` its gradient's norm before clipping, the same on every rank; `skipped` tells that the norm was not
-    finite and nothing was updated.
+    `index` counts steps from 0; `lr` is the job's rate at this step, before what single groups multiply it by. `loss`
+    is the global batch's mean loss and `grad_norm` its gradient's norm before clipping, the same on every rank;
+    `skipped` tells that the norm was not finite and nothing was updated.
     """
 
     def __init__(self, *, index: int, lr: float, loss_sum: Tensor, norm: Tensor, work: dist.Work | None) -> None:

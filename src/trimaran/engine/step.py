@@ -57,6 +57,7 @@ class Engine:
         metrics: Mapping[str, Loss],
         inputs: Mapping[str, str],
         optimizer: torch.optim.Optimizer,
+        lr: float,
         lr_factor: Callable[[int], float],
         clip: float | None,
         seed: int,
@@ -72,6 +73,7 @@ class Engine:
         self.phases = phases
         self._measures = {"loss": loss, **metrics}
         self._inputs = inputs
+        self._lr = lr
         self._lr_factor = lr_factor
         self._clip = clip
         self._seed = seed
@@ -147,7 +149,7 @@ class Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["base_lr"] * lr_factor
             apply_update(self.optimizer, gradients, norm, clip_coefficient(norm, self._clip) / scale)
-        lr = float(self.optimizer.param_groups[0]["lr"])
+        lr = self._lr * lr_factor
         self._accumulated = None
         self.last_result = StepResult(index=step.index, lr=lr, loss_sum=step.loss_sum, norm=norm, work=step.work)
         self._unsettled = self.last_result
