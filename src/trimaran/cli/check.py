@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from trimaran.prove import Finding
 
 _PROGRAM = "trimaran check"
+_SHOWN = ("name", "status", "value", "rule", "remedy")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def _check(job: Job, command: Check, arguments: Mapping[str, Any]) -> int:
     findings: list[Finding] = []
     for finding in check_job(job, device=command.device, num_workers=command.num_workers):
         findings.append(finding)
+        if command.traceback and finding.traceback:
+            print(finding.traceback, file=sys.stderr)
         if not command.json:
             print(_line(finding), flush=True)
     failures = sum(finding.status == "failed" for finding in findings)
@@ -82,7 +86,8 @@ def _check(job: Job, command: Check, arguments: Mapping[str, Any]) -> int:
         mark_checked(identify(job, origin), origin)
     if command.json:
         told = {"job": job.name, "passed": not failures, "seconds": round(seconds, 3)}
-        print(json.dumps({**told, "findings": [asdict(finding) for finding in findings]}, ensure_ascii=False))
+        listed = [{name: getattr(finding, name) for name in _SHOWN} for finding in findings]
+        print(json.dumps({**told, "findings": listed}, ensure_ascii=False))
     else:
         print("\n" + _summary(findings, seconds, command.job))
     return 1 if failures else 0

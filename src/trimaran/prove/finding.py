@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,8 @@ Status = Literal["passed", "failed", "skipped"]
 class Finding:
     """One check's result. `value` says what was seen (or why nothing was looked at), `rule` what holds in general.
 
-    A failed one has a `remedy`, what to do now. All three are sentences, or parts of one.
+    A failed one has a `remedy`, what to do now. All three are sentences, or parts of one. `traceback` is there where
+    the job's own code raised something.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Finding:
     value: str
     rule: str = ""
     remedy: str = ""
+    traceback: str = field(default="", repr=False, compare=False)
 
 
 def passed(name: str, value: str, rule: str = "") -> Finding:
@@ -44,16 +46,15 @@ def skipped(name: str, reason: str) -> Finding:
 
 
 def failed_by(name: str, problem: Exception) -> Finding:
-    """What an exception says, as a finding."""
+    """What an exception says, as a finding, with the line of the job's own code that raised it."""
+    trace = "".join(traceback.format_exception(problem))
     if isinstance(problem, TrimaranError):
-        return failed(name, problem.value, problem.rule, problem.remedy)
-    text = " ".join(str(problem).split())
-    return failed(
-        name,
-        f"{type(problem).__name__}: {text}{_place(problem)}.",
-        "The job's own code runs as in plain PyTorch.",
-        "Correct it.",
-    )
+        place = _place(problem.__cause__ or problem)
+        value = f"{problem.value.rstrip('.')}{place}." if place else problem.value
+        return Finding(name, "failed", value, problem.rule, problem.remedy, trace)
+    value = f"{type(problem).__name__}: {' '.join(str(problem).split())}{_place(problem)}."
+    rule, remedy = "The job's own code runs as in plain PyTorch.", "Correct it; --traceback shows where."
+    return Finding(name, "failed", value, rule, remedy, trace)
 
 
 def guarded(names: Sequence[str], findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -73,8 +74,8 @@ def skip(names: Iterable[str], reason: str) -> Iterator[Finding]:
     return (skipped(name, reason) for name in names)
 
 
-def _place(problem: Exception) -> str:
-    """Where in the job's own code it was raised, for an exception that says nothing of that."""
+def _place(problem: BaseException) -> str:
+    """Where in the job's own code it was raised, if anywhere there."""
     ours = Path(__file__).parents[1]
     library = Path(sysconfig.get_path("stdlib"))
     frames = [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -14,6 +15,7 @@ from trimaran.engine import Engine
 from trimaran.prove.bench import Bench
 from trimaran.prove.evaluation import some
 from trimaran.prove.finding import Finding, failed, passed, skipped
+from trimaran.prove.loss import smallest_loss
 from trimaran.prove.training import Training, train
 from trimaran.units import format_number
 
@@ -21,9 +23,13 @@ NAMES = ("gradients", "one_batch_overfits")
 SUBSET = "loss_falls"
 
 _GRADIENTS_RULE = "Every parameter that requires a gradient gets one that is finite and, soon, not zero."
-_OVERFIT_RULE = "A model that can learn at all brings the loss of one small batch below half of its first value."
+_OVERFIT_RULE = (
+    "A model that can learn at all brings the loss of one small batch half of the way down to its smallest value; a "
+    "loss of one's own, whose smallest value is not known, a tenth towards 0."
+)
 _SUBSET_RULE = "On a few samples seen several times the loss falls."
 _FALLEN = 0.5
+_FALLEN_OF_OWN = 0.1
 _SLOWER = 0.1
 _SUBSET_FALL = 0.02
 _FEWEST_OVERFIT_STEPS = 50
@@ -36,16 +42,19 @@ def look_at_overfitting(bench: Bench, engine: Engine) -> Iterator[Finding]:
     `engine` is a fresh one, built for that rate.
     """
     batch = bench.first_batch()
-    training = _overfit(bench, engine, batch)
+    smallest = smallest_loss(bench.job, engine, batch.micro_batches[0])
+    has_fallen = partial(_has_fallen, smallest=smallest)
+    training = _overfit(bench, engine, batch, has_fallen)
     yield _judge_gradients(training)
     if training.not_finite:
         yield skipped(NAMES[1], "its gradient is not finite")
         return
     slower = None
-    if not _has_fallen(training.losses) and not training.out_of_time:
+    if not has_fallen(training.losses) and not training.out_of_time:
         slow_job = bench.at_rate(global_batch=bench.job.global_batch, share=_SLOWER)
-        slower = _overfit(bench, bench.build_engine(slow_job), batch)
-    yield _judge_overfitting(bench, training, slower, batch.num_samples)
+        slower = _overfit(bench, bench.build_engine(slow_job), batch, has_fallen)
+    helps = slower is not None and has_fallen(slower.losses)
+    yield _judge_overfitting(bench, training, fallen=has_fallen(training.losses), slower_helps=helps)
 
 
 def train_on_subset(bench: Bench, engine: Engine) -> tuple[Training, list[RankBatch]]:
@@ -94,13 +103,15 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _overfit(bench: Bench, engine: Engine, batch: RankBatch) -> Training:
+def _overfit(bench: Bench, engine: Engine, batch: RankBatch, has_fallen: Callable[[Sequence[float]], bool]) -> Training:
     batches = (replace(batch, index=step) for step in range(bench.limits.overfit_steps))
-    return train(engine, batches, seconds=bench.limits.training_seconds, least_steps=3, enough=_has_fallen)
+    return train(engine, batches, seconds=bench.limits.training_seconds, least_steps=3, enough=has_fallen)
 
 
-def _has_fallen(losses: Sequence[float]) -> bool:
-    return min(losses) < losses[0] - _FALLEN * abs(losses[0])
+def _has_fallen(losses: Sequence[float], smallest: float | None) -> bool:
+    """Whether the lowest loss is far enough below the first."""
+    way = abs(losses[0]) if smallest is None else abs(losses[0] - smallest)
+    return min(losses) < losses[0] - way * (_FALLEN if smallest is not None else _FALLEN_OF_OWN)
 
 
 def _judge_gradients(training: Training) -> Finding:
@@ -122,16 +133,15 @@ def _judge_gradients(training: Training) -> Finding:
     return passed(NAMES[0], "finite and not zero for every trained parameter", _GRADIENTS_RULE)
 
 
-def _judge_overfitting(bench: Bench, training: Training, slower: Training | None, num_samples: int) -> Finding:
-    name = NAMES[1]
-    losses = training.losses
+def _judge_overfitting(bench: Bench, training: Training, *, fallen: bool, slower_helps: bool) -> Finding:
+    name, losses = NAMES[1], training.losses
     rate = format_number(bench.job.optimizer.rate(bench.job.global_batch).value)
     # A comparison with not-a-number is false, so the smallest is one only where the first is.
-    shown = f"{losses[0]:.4g} → {min(losses):.4g} in {len(losses)} steps on {num_samples} samples at rate {rate}"
+    shown = f"{losses[0]:.4g} → {min(losses):.4g} in {len(losses)} steps on one micro-batch at rate {rate}"
     shown += f", where it is {losses[-1]}" if training.diverged else ""
-    if _has_fallen(losses):
+    if fallen:
         return passed(name, shown, _OVERFIT_RULE)
-    if slower is not None and _has_fallen(slower.losses):
+    if slower_helps:
         return failed(
             name,
             f"The loss goes {shown}, and falls at a tenth of that rate.",

@@ -12,7 +12,7 @@ from trimaran.batch import MicroBatch
 from trimaran.engine import Engine
 from trimaran.engine.buffers import unchanged_buffers
 from trimaran.job import Job
-from trimaran.losses import cross_entropy, next_token
+from trimaran.losses import cross_entropy, mse, next_token
 from trimaran.losses.reading import logits_of
 from trimaran.prove.dry_run import DryRun
 from trimaran.prove.finding import Finding, failed, failed_by, passed, skipped
@@ -29,6 +29,21 @@ def look_at_loss(job: Job, dry: DryRun, found: Mapping[str, Finding]) -> Iterato
     """Whether the loss is a sum, and whether its first value is what chance gives."""
     yield _judge_sum(dry, found)
     yield _judge_first_loss(job, dry)
+
+
+def smallest_loss(job: Job, engine: Engine, micro_batch: MicroBatch) -> float | None:
+    """What a perfect prediction gives: the entropy of smoothed labels, 0 without smoothing; None for other losses."""
+    if isinstance(job.loss, mse):
+        return 0.0
+    if not isinstance(job.loss, (next_token, cross_entropy)):
+        return None
+    smoothing, num_classes = job.loss.label_smoothing, _count_classes(engine, micro_batch, job.loss)
+    rest = smoothing / num_classes
+    return -sum(
+        share * math.log(share) * times
+        for share, times in ((1 - smoothing + rest, 1), (rest, num_classes - 1))
+        if share
+    )
 
 
 def _judge_sum(dry: DryRun, found: Mapping[str, Finding]) -> Finding:

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_model
 from torch import nn
 
 from trimaran.batch import RankBatch
-from trimaran.checkpoint import load_weights
+from trimaran.checkpoint import load_weights, save_weights
 from trimaran.engine import Engine
 from trimaran.job import Job, Weights
 from trimaran.prove.bench import Bench
@@ -44,7 +43,7 @@ def look_at_saving(bench: Bench, trained: Engine) -> Finding:
     batch = bench.evaluation_batch()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.safetensors"
-        save_model(trained.model, str(file))
+        save_weights(trained.model, file)
         fresh = bench.build_engine(load=partial(load_weights, weights=Weights(file)))
     figures = []
     for engine in (trained, fresh):

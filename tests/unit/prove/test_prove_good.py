@@ -90,6 +90,20 @@ def test_a_first_loss_without_a_chance_is_skipped() -> None:
     assert found["first_loss"].status == "skipped"
 
 
+def test_smoothed_labels_have_a_smallest_loss_above_half_of_the_first() -> None:
+    found = check(job(loss=tm.losses.cross_entropy(label_smoothing=0.5)))
+    assert failures(found) == []
+    assert found["first_loss"].status == found["one_batch_overfits"].status == "passed"
+
+
+def test_a_loss_of_ones_own_may_have_a_large_smallest_value() -> None:
+    def total(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(output, batch["label"], reduction="sum") + 2.0 * len(output)
+
+    own = tm.losses.custom(total=total, weight=lambda batch: len(batch["label"]))
+    assert failures(check(job(loss=own, metrics={}))) == []
+
+
 def test_a_bias_at_the_frequencies_of_the_classes_passes() -> None:
     class Rare(Net):
         def __init__(self) -> None:
