@@ -199,7 +199,7 @@ FAULTS: list[tuple[str, tm.Job, str]] = [
     ("save_and_load", job(UnsavedBuffer), "nobody saves: scale"),
     ("same_seed", job(ConstructorNoise), "constructor gives other first values to last.weight"),
     ("same_seed", job(data=Points(unseeded)), "data gives other x"),
-    ("same_seed", job(ForwardNoise), "Forward or backward draws from elsewhere"),
+    ("same_seed", job(ForwardNoise, global_batch=8), "Forward or backward draws from elsewhere"),
     ("batch_statistics", job(Normed, global_batch=8), "norm (BatchNorm1d): statistics over 4 samples"),
 ]
 
