@@ -178,7 +178,7 @@ class Job:
                 "Write model=lambda: MyModel(...).",
             )
         for name, source in (("data", self.data), ("valid", self.valid)):
-            if source is not None and not isinstance(source, Source):
+            if (name == "data" or source is not None) and not isinstance(source, Source):
                 raise JobError(
                     f"{name}={type(source).__name__} has no __len__ and __getitem__.",
                     "A source is map-style: its order is a function of (seed, position).",

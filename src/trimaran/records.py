@@ -94,7 +94,9 @@ def read_steps(path: Path) -> Iterator[StepRecord]:
     """The steps of a metrics.jsonl; a torn last line, which a kill can leave, ends them."""
     for values in _read_lines(path):
         numbers = {key: float(values[key]) for key in ("loss", "weight", "grad_norm", "lr")}
-        yield StepRecord(**{**values, **numbers})
+        measured = values.get("validation")
+        validation = None if measured is None else {name: float(value) for name, value in measured.items()}
+        yield StepRecord(**{**values, **numbers, "validation": validation})
 
 
 def read_events(path: Path) -> Iterator[EventRecord]:

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from trimaran.units import format_bytes, format_count, format_number, format_seconds
+
+_BAR_WIDTH = 16
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,27 @@ class Progress:
     eta_seconds: float
 
     def __str__(self) -> str:
-        mfu = f"  mfu {100 * self.mfu:.0f} %" if self.mfu is not None else ""
-        return (
-            f"step {self.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {self.loss:.4f}"
-            f"  grad {format_number(self.grad_norm)}{'  skipped' if self.skipped else ''}"
-            f"  lr {format_number(self.lr)}"
-            f"  {format_count(self.rate)} {self.rate_unit}{mfu}  mem {format_bytes(self.memory_bytes)}"
-            f"  eta {format_seconds(self.eta_seconds)}"
-        )
+        return self.line()
+
+    def line(self, width: int | None = None) -> str:
+        """All figures on one line; where they do not fit into `width` columns, the least urgent are left out."""
+        words = {
+            "step": f"step {self.step:>{len(str(self.total_steps))}}/{self.total_steps}",
+            "loss": f"loss {self.loss:.4f}",
+            "grad": f"grad {format_number(self.grad_norm)}",
+            "skipped": "skipped" if self.skipped else "",
+            "lr": f"lr {format_number(self.lr)}",
+            "rate": f"{format_count(self.rate)} {self.rate_unit}",
+            "mfu": f"mfu {100 * self.mfu:.0f} %" if self.mfu is not None else "",
+            "memory": f"mem {format_bytes(self.memory_bytes)}",
+            "eta": f"eta {format_seconds(self.eta_seconds)}",
+        }
+        shown = {name: word for name, word in words.items() if word}
+        for name in ("memory", "mfu", "lr", "grad"):
+            if width is None or len("  ".join(shown.values())) <= width:
+                break
+            shown.pop(name, None)
+        return "  ".join(shown.values())
 
 
 class Console:
@@ -89,9 +105,10 @@ class Console:
         if self._live is None:
             self._live = Live(console=self._rich, refresh_per_second=8, transient=False)
             self._live.start()
+        text = progress.line(self._rich.width)
+        row: list[RenderableType] = [Text(text, no_wrap=True, overflow="ellipsis")]
+        if len(text) + 2 + _BAR_WIDTH <= self._rich.width:
+            row.append(ProgressBar(total=progress.total_steps, completed=progress.step, width=_BAR_WIDTH))
         grid = Table.grid(padding=(0, 2))
-        grid.add_row(
-            Text(str(progress), no_wrap=True, overflow="ellipsis"),
-            ProgressBar(total=progress.total_steps, completed=progress.step, width=16),
-        )
+        grid.add_row(*row)
         self._live.update(grid)
