@@ -98,15 +98,20 @@ class Weights:
     """First weights from safetensors: a file, or a folder with one file or with several and their index.
 
     `rename` maps names in the file to names in the model; a `*` stands for the same text in both, and None leaves the
-    tensor out. `partial` allows parameters that the file lacks (they keep their first values) and tensors that the
-    model does not have; shapes are never allowed to differ.
+    tensor out. `partial` allows names to be missing from the file (those tensors keep their first values) or from the
+    model: those that match one of the patterns, such as ("fc.*",), or all of them with True. What was left aside is
+    printed. Shapes are never allowed to differ.
     """
 
     path: str | Path
     rename: Mapping[str, str | None] = field(default_factory=dict)
-    partial: bool = False
+    partial: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.partial, str):
+            raise JobError(
+                f"partial={self.partial!r} is a string.", "It lists patterns.", f"Write partial=({self.partial!r},)."
+            )
         for theirs, ours in self.rename.items():
             if theirs.count("*") > 1 or (ours is not None and ours.count("*") != theirs.count("*")):
                 raise JobError(
@@ -171,7 +176,8 @@ class Job:
             )
 
     def _check_callables(self) -> None:
-        if not callable(self.model) or hasattr(self.model, "parameters"):
+        is_module = hasattr(self.model, "parameters") and not isinstance(self.model, type)
+        if not callable(self.model) or is_module:
             raise JobError(
                 f"model={type(self.model).__name__} is not a function that builds a model.",
                 "The engine decides when and where weights are made.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -23,6 +24,14 @@ class LoadedWeights:
     num_loaded: int
     kept_first_values: tuple[str, ...]
     left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_loaded} tensors loaded"]
+        if self.kept_first_values:
+            parts.append(f"first values kept by {_some(self.kept_first_values)}")
+        if self.left_out:
+            parts.append(f"of the file left out: {_some(self.left_out)}")
+        return "; ".join(parts)
 
 
 def load_weights(model: nn.Module, weights: Weights) -> LoadedWeights:
@@ -48,9 +57,18 @@ def load_weights(model: nn.Module, weights: Weights) -> LoadedWeights:
         _refuse(weights, other_kind, "of another kind (whole numbers)", "Quantised weights need their own model.")
         _refuse(weights, misshaped, "of another shape", 'Leave it out with rename={"name": None}, or change the model.')
         _refuse(weights, unused_rules, "named by rename but not in the file", "Correct the names in rename.")
-        if not weights.partial:
-            _refuse(weights, missing, "missing", "Map its names with rename, or allow it with partial=True.")
-            _refuse(weights, unexpected, "unexpected", "Map them with rename (None leaves out), or use partial=True.")
+        _refuse(
+            weights,
+            _not_allowed(missing, weights.partial),
+            "missing",
+            "Map its names with rename, or allow them with partial=(patterns).",
+        )
+        _refuse(
+            weights,
+            _not_allowed(unexpected, weights.partial),
+            "unexpected",
+            "Map them with rename (None leaves out), or allow them with partial=(patterns).",
+        )
         if not source_of:
             raise CheckpointError(
                 f"{weights.path} has no tensor of this model; it has {_some(list(reader.shapes))}.",
@@ -112,6 +130,11 @@ def _missing(targets: Mapping[str, Tensor], source_of: Mapping[str, str]) -> lis
         for name, tensor in targets.items()
         if name not in source_of and (tensor.numel() == 0 or (tensor.data_ptr(), tensor.shape) not in filled)
     ]
+
+
+def _not_allowed(names: Sequence[str], allowed: bool | Sequence[str]) -> list[str]:
+    patterns = ("*",) if allowed is True else allowed or ()
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _refuse(weights: Weights, names: Sequence[str], what: str, remedy: str) -> None:

@@ -14,7 +14,7 @@ from trimaran.data.collate import Collate, as_batch
 from trimaran.data.mix import derive
 from trimaran.data.order import Order
 from trimaran.data.randomness import preserved_generators, seed_generators
-from trimaran.errors import DataError
+from trimaran.errors import DataError, TrimaranError
 from trimaran.job import Source
 from trimaran.layout import Slice
 
@@ -65,6 +65,8 @@ class Fetch(Dataset[dict[str, Tensor] | Failure]):
 
 
 def _sample_failure(error: Exception, sample_id: int, epoch: int) -> Failure:
+    if isinstance(error, TrimaranError):
+        return Failure(f"Sample {sample_id} of the data: {error.value}", error.rule, error.remedy, _format(error))
     return Failure(
         f"Sample {sample_id} of the data raised {_describe(error)} in epoch {epoch}.",
         "Every sample from 0 to len(data) - 1 can be fetched, as often as it is asked for.",

@@ -63,7 +63,8 @@ def start(
         path = Path(world.gather_text(str(run) if run is not None else str(name_run(job.name)))[0])
         directory = on_first_rank(world, partial(_open_directory, path, resources, named=run is not None))
         phases = Phases()
-        engine = build_engine(job, layout, world, phases, load_weights=_weights_loader(job))
+        loaded: list[LoadedWeights] = []
+        engine = build_engine(job, layout, world, phases, load_weights=_weights_loader(job, loaded))
         agree_on_weights(world, engine.model)
         identity |= {"parameters": identify_parameters(engine.model)}
         on_first_rank(world, partial(_refuse_used, directory, identity))
@@ -82,6 +83,7 @@ def start(
             title(job, engine.model, origin),
             head_rows(job, layout, world, rate, state, path, num_tokens),
         )
+        console.lines(f"weights  {job.weights_in.path}: {each}" for each in loaded if job.weights_in)
         if trial.unused_parameters:
             console.lines(_describe_unused(trial.unused_parameters))
         console.lines(describe_unchecked(identity, origin, world.num_nodes))
@@ -129,9 +131,12 @@ def train(
     return running
 
 
-def _weights_loader(job: Job) -> Callable[[nn.Module], LoadedWeights] | None:
+def _weights_loader(job: Job, loaded: list[LoadedWeights]) -> Callable[[nn.Module], None] | None:
+    """What puts the job's pretrained weights into a model and adds to `loaded` what it did; None without any."""
     weights = job.weights_in
-    return None if weights is None else partial(load_weights, weights=weights)
+    if weights is None:
+        return None
+    return lambda model: loaded.append(load_weights(model, weights))
 
 
 def _refuse_empty(job: Job) -> None:

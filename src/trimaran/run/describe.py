@@ -60,7 +60,7 @@ def identify_weights(weights: Weights) -> dict[str, Any]:
     return {
         "digest": digest_files(Path(weights.path)),
         "rename": dict(weights.rename),
-        "partial": weights.partial,
+        "partial": weights.partial if isinstance(weights.partial, bool) else list(weights.partial),
     }
 
 

@@ -159,3 +159,16 @@ def test_the_digest_tells_other_weights(tmp_path: Path, pretrained: Tied) -> Non
     assert first == digest_files(tmp_path / "a.safetensors")
     pretrained.norm.running_mean.fill_(4.0)
     assert first != digest_files(written(tmp_path / "a.safetensors", pretrained))
+
+
+def test_patterns_say_what_may_be_missing(tmp_path: Path, pretrained: Tied) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = state(pretrained)
+    del tensors["norm.weight"], tensors["norm.bias"]
+    save_file(tensors | {"fc.bias": torch.ones(1)}, path)
+    loaded = load_weights(Tied(), Weights(path, partial=("norm.*", "fc.*")))
+    assert "first values kept by norm.weight, norm.bias; of the file left out: fc.bias" in str(loaded)
+    with pytest.raises(CheckpointError, match=r"1 tensors of .* are missing: norm\.bias"):
+        load_weights(Tied(), Weights(path, partial=("norm.weight", "fc.*")))
+    with pytest.raises(JobError, match="is a string"):
+        Weights(path, partial="fc.*")
