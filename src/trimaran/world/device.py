@@ -92,13 +92,9 @@ def _cached_cpu_rate(precision: Precision, threads: int) -> float:
     """Best FLOP/s of a square matrix product with this many threads, measured once per machine, torch and precision."""
     cache = cache_file("cpu-rates.json")
     key = f"{_cpu_name()} | torch {torch.__version__} | {threads} threads | {precision}"
-    try:
-        known: dict[str, float] = json.loads(cache.read_text(encoding="utf-8"))
-        rate = float(known[key])
-        if rate > 0:
-            return rate
-    except (OSError, ValueError, KeyError, TypeError):
-        known = {}
+    known = _read_cpu_rates(cache)
+    if known.get(key, 0.0) > 0:
+        return known[key]
     rate = _measure_matmul_rate(_DTYPES[precision])
     known[key] = rate
     try:
@@ -109,6 +105,14 @@ def _cached_cpu_rate(precision: Precision, threads: int) -> float:
     except OSError:
         pass  # a machine without a writable home measures again next time
     return rate
+
+
+def _read_cpu_rates(cache: Path) -> dict[str, float]:
+    """What earlier runs measured; what cannot be read counts as not measured."""
+    try:
+        return {str(key): float(rate) for key, rate in json.loads(cache.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 def _measure_matmul_rate(dtype: torch.dtype, size: int = 512, seconds: float = 0.2) -> float:
