@@ -117,7 +117,7 @@ def windows(ids: np.ndarray, seq_len: int, vocab_size: int) -> Dataset:
         raise tm.errors.DataError(
             f"the text of one side has {len(ids)} tokens, fewer than seq_len={seq_len}.",
             "A sample is a window of seq_len tokens; the end of the text is held out.",
-            "Give a longer text, or a smaller --seq-len.",
+            "Give a longer text, a larger --valid, or a smaller --seq-len.",
         )
     if ids.max() >= vocab_size:
         raise tm.errors.JobError(

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_jobs import BUILDERS, HFCase, build_job, engine_run, plain_run
+from hf_jobs import BUILDERS, HFCase, Name, build_job, engine_run, plain_run
 from parity_engine import assert_close, assert_same_bits, assert_state_close, start
 from parity_plain import Trace
 
@@ -53,11 +53,13 @@ def test_tied_weights_stay_tied_and_learn() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_logits_in_bf16_are_summed_in_float32(name: str) -> None:
-    engine, loader, _ = start(build_job(HFCase(name)), precision="bf16")  # type: ignore[arg-type]
+def test_logits_in_bf16_are_summed_in_float32(name: Name) -> None:
+    engine, loader, _ = start(build_job(HFCase(name)), precision="bf16")
+    computed_in = []
+    engine.model.lm_head.register_forward_hook(lambda module, inputs, logits: computed_in.append(logits.dtype))
     tensors = engine.to_device(next(iter(loader)).micro_batches[0])
     output = engine.forward(tensors)
-    assert output.logits.dtype is torch.bfloat16
+    assert computed_in == [torch.bfloat16]
     total = engine.loss.total(output, tensors)
     assert total.dtype is torch.float32
     logits, labels = output.logits[:, :-1].flatten(0, 1), tensors["labels"][:, 1:].flatten()
@@ -66,8 +68,8 @@ def test_logits_in_bf16_are_summed_in_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_dry_micro_batch_finds_nothing_to_complain_about(name: str) -> None:
-    job = build_job(HFCase(name))  # type: ignore[arg-type]
+def test_a_dry_micro_batch_finds_nothing_to_complain_about(name: Name) -> None:
+    job = build_job(HFCase(name))
     engine, loader, _ = start(job, precision="fp32")
     trial = try_micro_batch(engine, next(iter(loader)).micro_batches[0], job.input_keys)
     assert trial.unused_parameters == ()

@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from safetensors.torch import save_file, save_model
-from torch import nn
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    """Writes parameters and persistent buffers under their own names; tensors that are tied are stored once."""
+    """Writes parameters and persistent buffers; what is tied once, by its first name, as `save_pretrained` does."""
+    tensors: dict[str, Tensor] = {}
+    written: set[tuple[int, torch.Size]] = set()
+    for name, each in model.state_dict().items():
+        place = (each.data_ptr(), each.shape)
+        if each.numel() == 0 or place not in written:
+            tensors[name] = each.detach().contiguous()
+        written.add(place)
     temporary = _temporary(path)
-    save_model(model, str(temporary))
+    save_file(tensors, temporary, metadata={"format": "pt"})
     _commit(temporary, path)
 
 
