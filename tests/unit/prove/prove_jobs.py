@@ -50,7 +50,7 @@ class Net(nn.Module):
 def job(model: Callable[[], nn.Module] = Net, **changes: Any) -> tm.Job:
     """The job with changed fields."""
     good = tm.Job(
-        model=lambda: model(),  # a class itself is refused: it looks like a module
+        model=model,
         data=Points(),
         inputs=("x",),
         loss=tm.losses.cross_entropy(),
