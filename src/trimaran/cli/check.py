@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from trimaran.cli.flags import parse_verb, parse_with_job
-from trimaran.cli.job_file import call_job_function, load_job_function
+from trimaran.cli.job_file import call_job_function, load_job_function, require_job_first
 from trimaran.errors import UsageError
 from trimaran.options import Device, RunOptions
 from trimaran.units import format_seconds
@@ -52,7 +52,7 @@ class Check:
 
 def main(words: Sequence[str]) -> int:
     """Checks the job in this process. Returns the exit code: 0 where nothing failed, else 1."""
-    _require_job_first(words)
+    require_job_first(words, _PROGRAM)
     own = list(words[: words.index("--")] if "--" in words else words)
     if own[0] in ("-h", "--help"):
         parse_verb(Check, own, program=_PROGRAM)
@@ -112,16 +112,6 @@ def _summary(findings: Sequence[Finding], seconds: float, path: Path) -> str:
         else f"trimaran train {path}"
     )
     return f"checks   {told} in {format_seconds(seconds)}\nnext     {following}"
-
-
-def _require_job_first(words: Sequence[str]) -> None:
-    if words and (not words[0].startswith("-") or words[0] in ("-h", "--help")):
-        return
-    raise UsageError(
-        f"{_PROGRAM} was given {words[0]!r} before the job file." if words else f"{_PROGRAM} was given no job file.",
-        "The job file comes first: its arguments are flags, too.",
-        f"Write {_PROGRAM} JOB.py [--json].",
-    )
 
 
 def _refuse_several_processes() -> None:

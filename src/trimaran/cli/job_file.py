@@ -6,13 +6,24 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trimaran.errors import JobError, TrimaranError, UsageError
 from trimaran.job import Job
+
+
+def require_job_first(words: Sequence[str], program: str) -> None:
+    """Raises UsageError where a verb's first word is no job file; a first --help is let through."""
+    if words and (not words[0].startswith("-") or words[0] in ("-h", "--help")):
+        return
+    raise UsageError(
+        f"{program} was given {words[0]!r} before the job file." if words else f"{program} was given no job file.",
+        "The job file comes first: its arguments are flags, too.",
+        f"Write {program} JOB.py, then the flags.",
+    )
 
 
 def load_job_function(path: Path) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 
 from trimaran.cli.flags import parse_verb, parse_with_job
-from trimaran.cli.job_file import call_job_function, load_job_function
+from trimaran.cli.job_file import call_job_function, load_job_function, require_job_first
 from trimaran.errors import UsageError
 from trimaran.layout import Layout
 from trimaran.options import RunOptions
@@ -66,7 +66,7 @@ class Train:
 
 def main(words: Sequence[str]) -> int:
     """Starts the workers and waits for them, or, as a worker or alone, trains. Returns the exit code."""
-    _require_job_first(words)
+    require_job_first(words, _PROGRAM)
     environment = discover()
     if environment is not None:
         # One of several: Ctrl-C before the first step ends it even where it waits for the others in compiled code.
@@ -98,13 +98,3 @@ def _train(words: Sequence[str], environment: WorkerEnvironment | None) -> int:
     job = job.with_overrides(steps=command.steps, seed=command.seed, global_batch=command.global_batch)
     finished = train(job, command.layout, run=command.run, options=command.options, origin=Origin(path, arguments))
     return STOPPED_AFTER_SAVING if finished.stopped else 0
-
-
-def _require_job_first(words: Sequence[str]) -> None:
-    if words and (not words[0].startswith("-") or words[0] in ("-h", "--help")):
-        return
-    raise UsageError(
-        f"{_PROGRAM} was given {words[0]!r} before the job file." if words else f"{_PROGRAM} was given no job file.",
-        "The job file comes first: its arguments are flags, too.",
-        f"Write {_PROGRAM} JOB.py [--procs N] [--layout ...].",
-    )
