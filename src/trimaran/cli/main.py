@@ -7,7 +7,6 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from trimaran.cli.job_file import describe_problem, innermost_place
 from trimaran.errors import JobError, TrimaranError, UsageError
@@ -34,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as problem:
         error = _named(problem)
         _report(error, show_traceback=show_traceback)
-        # The frames hold process groups, whose threads must end before the interpreter does.
-        traceback.clear_frames(problem.__traceback__)
+        _release_frames(problem)
         return error.exit_code if isinstance(error, TrimaranError) else 1
 
 
@@ -44,6 +42,8 @@ def _run(words: list[str]) -> int:
         print(_help())
         return 0
     if words[0] == "--version":
+        from importlib.metadata import version  # slow to import, and needed here only
+
         print(f"trimaran {version('trimaran')}")
         return 0
     if words[0] not in VERBS:
@@ -61,6 +61,13 @@ def _run(words: list[str]) -> int:
 def _help() -> str:
     lines = ["usage: trimaran VERB ...", "", *(f"  {verb:<10} {what}" for verb, what in VERBS.items())]
     return "\n".join([*lines, "", "trimaran VERB --help tells more; with a job file, also the job's own arguments."])
+
+
+def _release_frames(problem: BaseException | None) -> None:
+    """Lets go of what the frames hold: process groups, whose threads would else outlast the interpreter's end."""
+    while problem is not None:
+        traceback.clear_frames(problem.__traceback__)
+        problem = problem.__cause__ or problem.__context__
 
 
 def _report(error: BaseException, *, show_traceback: bool) -> None:

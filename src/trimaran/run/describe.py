@@ -21,7 +21,7 @@ from trimaran.job import Job, ScaledRate, Weights
 from trimaran.layout import ResolvedLayout
 from trimaran.options import RunOptions
 from trimaran.records import Derived, RunRecord
-from trimaran.units import format_bytes, format_count
+from trimaran.units import format_bytes, format_count, format_number
 from trimaran.world.device import describe_device
 from trimaran.world.groups import World
 
@@ -124,9 +124,7 @@ def describe_length(job: Job) -> str:
     """The length of the run: "1,000 steps = 2.4 epochs of 26,667 samples"."""
     epochs = job.total_samples / len(job.data)
     steps = _count(job.total_steps, "step", "steps")
-    return (
-        f"{steps} = {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'} of {_count(len(job.data), 'sample', 'samples')}"
-    )
+    return f"{steps} = {format_number(epochs)} {'epoch' if epochs == 1 else 'epochs'} of {_count(len(job.data), 'sample', 'samples')}"
 
 
 def describe_state(state: StateBytes, *, short: bool = False) -> str:
