@@ -123,8 +123,8 @@ def describe_batch(job: Job, layout: ResolvedLayout) -> str:
 def describe_length(job: Job) -> str:
     """The length of the run: "1,000 steps = 2.4 epochs of 26,667 samples"."""
     epochs = job.total_samples / len(job.data)
-    steps = _count(job.total_steps, "step", "steps")
-    return f"{steps} = {format_number(epochs)} {'epoch' if epochs == 1 else 'epochs'} of {_count(len(job.data), 'sample', 'samples')}"
+    passes = f"{format_number(epochs)} {'epoch' if epochs == 1 else 'epochs'}"
+    return f"{_count(job.total_steps, 'step', 'steps')} = {passes} of {_count(len(job.data), 'sample', 'samples')}"
 
 
 def describe_state(state: StateBytes, *, short: bool = False) -> str:

@@ -43,7 +43,7 @@ def test_the_batch_arithmetic(layout: str, world_size: int, said: str) -> None:
     ("changes", "said"),
     [
         ({}, "1,000 steps = 64 epochs of 1,000 samples"),
-        ({"steps": 1, "global_batch": 1}, "1 step = 0.001 epochs of 1,000 samples"),
+        ({"steps": 1, "global_batch": 1}, "1 step = 1e-3 epochs of 1,000 samples"),
         ({"steps": None, "epochs": 1}, "16 steps = 1 epoch of 1,000 samples"),
         ({"data": [0]}, "1,000 steps = 6.4e4 epochs of 1 sample"),
     ],
