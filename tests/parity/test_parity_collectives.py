@@ -99,7 +99,10 @@ class Forked(nn.Module):
 
 
 def forked_step(seed: int) -> tuple[list[str], dict[str, Tensor], list[int]]:
-    """The collectives, the gradients and the ways taken in a step of eight samples, one at a time."""
+    """The collectives, the gradients and the ways taken in the second step of eight samples, one at a time.
+
+    The first one leaves gradients behind, also of what the second does not use.
+    """
     generator = torch.Generator().manual_seed(0)
     data = [{"x": torch.randn(3, generator=generator), "target": torch.randn(1, generator=generator)} for _ in range(8)]
     job = tm.Job(
@@ -109,15 +112,17 @@ def forked_step(seed: int) -> tuple[list[str], dict[str, Tensor], list[int]]:
         loss=tm.losses.mse(),
         optimizer=tm.optim.sgd(lr=0.1),
         global_batch=8,
-        steps=1,
+        steps=2,
         seed=seed,
     )
     with buckets_of(50):
         engine, loader, _ = start(job, micro_batch=1)
-    batch = next(iter(loader))
+    first, second = loader
+    engine.step(first)
+    engine.model.taken.clear()
     events: list[str] = []
     with recorded(events):
-        engine.accumulate(replace(batch, total_weight=8.0))
+        engine.accumulate(replace(second, total_weight=8.0))
     gradients = {name: each.grad.clone() for name, each in engine.model.named_parameters()}
     return events, gradients, engine.model.taken
 

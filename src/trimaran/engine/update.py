@@ -14,19 +14,21 @@ def apply_update(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], 
     Fused optimizers take the factor into their kernel, which saves a pass over the gradients. Fused Adam also takes
     the decision to skip, so that no value travels to the host; the others are asked on the host, once per step.
     """
-    if _scales_in_kernel(optimizer, gradients):
-        optimizer.grad_scale = (1.0 / factor).float()  # type: ignore[attr-defined]
-        if isinstance(optimizer, torch.optim.Adam):
-            optimizer.found_inf = torch.isfinite(norm).logical_not().float()  # type: ignore[attr-defined]
-            optimizer.step()
-            return
-        # Fused SGD would skip too, but a skip at its first step leaves its momentum uninitialised.
+    if not _scales_in_kernel(optimizer, gradients):
         if torch.isfinite(norm):
+            torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype.to_real()))
             optimizer.step()
         return
-    if torch.isfinite(norm):
-        torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype.to_real()))
-        optimizer.step()
+    decides_in_kernel = isinstance(optimizer, torch.optim.Adam)
+    try:
+        optimizer.grad_scale = (1.0 / factor).float()  # type: ignore[attr-defined]
+        if decides_in_kernel:
+            optimizer.found_inf = torch.isfinite(norm).logical_not().float()  # type: ignore[attr-defined]
+        # Fused SGD would skip too, but a skip at its first step leaves its momentum uninitialised.
+        if decides_in_kernel or torch.isfinite(norm):
+            optimizer.step()
+    finally:
+        optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
 
 
 def _scales_in_kernel(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -276,9 +276,10 @@ def test_no_loss_sees_half_precision(wrap: Callable[[Tensor], Any], precision: P
     assert set(seen) == {torch.float32}
 
 
-def test_a_trial_after_steps_is_still_a_dry_one() -> None:
+def test_a_trial_leaves_no_gradient_and_the_modes() -> None:
     engine, job = build()
-    before = replace(batch_of())
-    try_micro_batch(engine, before, job.input_keys)
+    engine.model.layer.eval()
+    try_micro_batch(engine, batch_of(), job.input_keys)
     assert all(each.grad is None for each in engine.model.parameters())
     assert engine.model.training
+    assert not engine.model.layer.training

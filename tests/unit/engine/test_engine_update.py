@@ -161,6 +161,18 @@ def test_a_bad_norm_changes_nothing(name: str, dtype: torch.dtype, bad: float) -
                 assert torch.equal(value, state[index][kind]), kind
 
 
+def test_a_scale_is_not_left_behind() -> None:
+    """A later step that a caller makes by hand is a plain one."""
+    parameters = parameters_with_gradients(torch.float32)
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    apply_update(optimizer, gradients, torch.tensor(float("nan")), torch.tensor(0.5))
+    before = parameters[0].detach().clone()
+    optimizer.step()
+    assert torch.isfinite(parameters[0]).all()
+    assert not torch.equal(parameters[0], before)
+
+
 def test_complex_and_real_gradients_are_clipped_together() -> None:
     parameters = [nn.Parameter(torch.ones(2, dtype=torch.complex64)), nn.Parameter(torch.ones(2))]
     for each in parameters:
