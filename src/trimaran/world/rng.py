@@ -33,7 +33,12 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_forward(device: torch.device, seed: int) -> None:
-    """Seeds the generators that a forward on `device` draws from (dropout and the like); costs microseconds."""
+    """Seeds the generators that a forward on `device` may draw from: torch's for dropout, also Python's and numpy's.
+
+    Costs some 20 µs. Apart from `seed_everything`, which reaches every device's generator and costs more.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
