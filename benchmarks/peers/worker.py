@@ -27,6 +27,8 @@ from pacing import Pace
 from safetensors.torch import load_file
 from workloads import NUM_BATCHES, SEED, WORKLOADS, Work
 
+from common.measuring import peak_resident_bytes
+
 NUM_COMPARED_STEPS = 5
 LOOPS = {"equal": equal_loops.LOOPS, "readme": readme_loops.LOOPS}
 
@@ -85,9 +87,7 @@ def measure_memory(loop: Any, work: Work) -> dict[str, Any]:
     if work.num_procs > 1 and loop is not equal_loops.train_with_trimaran:
         dist.init_process_group("gloo")
     Pace(partial(loop, work)).run_steps(NUM_BATCHES)
-    return {
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    }
+    return {"peak_bytes": peak_resident_bytes()}
 
 
 def choose_block_steps(pace: Pace, block_seconds: float) -> int:

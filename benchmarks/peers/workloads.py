@@ -32,7 +32,8 @@ Batch = Mapping[str, Tensor]
 class Workload:
     """A model, made for samples; its loss twice, as Trimaran takes it and as a mean by hand; its optimizer twice.
 
-    `draw` makes the samples. `optimizer` has the settings of the equal comparison, `readme_optimizer` is the one line a README has.
+    `draw` makes the samples. `optimizer` has the settings of the equal comparison, `readme_optimizer` is the one line
+    that a README has.
     """
 
     model: Callable[[Batch], nn.Module]
