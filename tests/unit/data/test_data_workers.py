@@ -69,13 +69,13 @@ def test_workers_load_and_end_with_the_last_batch() -> None:
 
 @pytest.mark.parametrize("how", ["break", "close", "drop"])
 def test_an_abandoned_iteration_ends_its_workers(how: str) -> None:
+    children = names_of_children()  # other tests keep a pool of workers
     batches = loader(Processes())
     if how == "break":
         for batch in batches:  # noqa: B007
             break
     else:
-        children = names_of_children()  # other tests keep a pool of workers
-    iteration = iter(batches)
+        iteration = iter(batches)
         batch = next(iteration)
         if how == "close":
             batches.close()
