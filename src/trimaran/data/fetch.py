@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trimaran.data.collate import Collate, as_batch
-from trimaran.data.mix import derive
 from trimaran.data.order import Order
 from trimaran.data.randomness import preserved_generators, seed_generators
 from trimaran.errors import DataError, TrimaranError
 from trimaran.job import Source
 from trimaran.layout import Slice
+from trimaran.world.mix import derive
 
 # Keeps the randomness of augmentations apart from that of the order, which is derived from the same seed.
 _SAMPLE_STREAM = 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trimaran.data.mix import Words, derive, mix
 from trimaran.errors import DataError
+from trimaran.world.mix import Words, derive, mix
 
 Int64s = NDArray[np.int64]
 

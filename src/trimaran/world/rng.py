@@ -7,22 +7,12 @@ import random
 import numpy as np
 import torch
 
-_MASK = 2**64 - 1
+from trimaran.world.mix import derive_one
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed in [0, 2^63) from whole numbers such as (run seed, step, position).
-
-    Each part is absorbed by one round of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-    generators"), so that neighbouring parts give unrelated seeds.
-    """
-    state = 0
-    for part in parts:
-        state = (state + 0x9E3779B97F4A7C15 + (part & _MASK)) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
+    """A seed in [0, 2^63) from whole numbers in [0, 2^63), such as (run seed, step, position)."""
+    return derive_one(*parts) >> 1
 
 
 def seed_everything(seed: int) -> None:
