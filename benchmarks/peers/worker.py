@@ -92,7 +92,7 @@ def measure_memory(loop: Any, work: Work) -> dict[str, Any]:
 
 def choose_block_steps(pace: Pace, block_seconds: float) -> int:
     """Steps that take so long, the same number on every rank."""
-    steps = torch.tensor(math.ceil(block_seconds / (time_block(pace, 3) / 3)))
+    steps = torch.tensor(max(1, math.ceil(block_seconds / (time_block(pace, 3) / 3))))
     if dist.is_initialized():
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
     return int(steps)
