@@ -231,7 +231,7 @@ def _open_world(cell: Cell, rank: int, store: str, layout: ResolvedLayout) -> Wo
         store=dist.FileStore(store, cell.num_procs),
         rank=rank,
         world_size=cell.num_procs,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=300),
     )
     return join_default_group(layout, torch.device("cpu"))
 
