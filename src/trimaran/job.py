@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -190,6 +191,12 @@ class Job:
                     "A source is map-style: its order is a function of (seed, position).",
                     "Wrap it in a torch Dataset, or write its samples to disk first.",
                 )
+        if "loss" in self.metrics:
+            raise JobError(
+                "metrics has one named 'loss'.",
+                "An evaluation gives the job's loss under that name.",
+                "Give the metric another name.",
+            )
         for name, loss in {"loss": self.loss, **self.metrics}.items():
             if not isinstance(loss, Loss):
                 raise JobError(
@@ -223,9 +230,9 @@ class Job:
             )
         if self.steps is not None and (not _is_int(self.steps) or self.steps < 1):
             raise JobError(f"steps={self.steps!r}.", "Steps are counted from 1.", "Give a whole number from 1.")
-        if self.epochs is not None and not self.epochs > 0:
-            raise JobError(f"epochs={self.epochs!r}.", "It is more than nothing.", "Give a positive number.")
-        if self.clip is not None and not self.clip > 0:
+        if self.epochs is not None and not (_is_number(self.epochs) and 0 < self.epochs < math.inf):
+            raise JobError(f"epochs={self.epochs!r}.", "A run has some length, and an end.", "Give a positive number.")
+        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
             raise JobError(
                 f"clip={self.clip!r}.", "It is the largest global gradient norm.", "Give a positive number, or None."
             )
@@ -270,6 +277,10 @@ class Job:
     def total_steps(self) -> int:
         """Optimizer steps of the whole run; the last one of a run given in epochs may be partial."""
         return math.ceil(self.total_samples / self.global_batch)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_int(value: object) -> bool:

@@ -40,6 +40,8 @@ def open_tensors(path: Path) -> Iterator[TensorReader]:
     Raises CheckpointError for what is missing, damaged, or no safetensors. A file of an index lies in its folder.
     """
     holders: dict[str, Any] = {}
+    index = _find_index(path)
+    places = {} if index is None else _read_index(index)
     with ExitStack() as files:
         for file in find_files(path):
             try:
@@ -50,7 +52,9 @@ def open_tensors(path: Path) -> Iterator[TensorReader]:
                     "Weights are read from safetensors, which hold tensors and nothing that runs.",
                     "Convert the weights (other formats run code when they are loaded), or give another path.",
                 ) from problem
-            holders |= dict.fromkeys(opened.keys(), opened)
+            # A name that lies in several files is read from the one that the index says.
+            names = opened.keys()
+            holders |= {name: opened for name in names if places.get(name, file.name) == file.name}
         headers = {name: each.get_slice(name) for name, each in holders.items()}
         yield TensorReader(
             shapes={name: tuple(each.get_shape()) for name, each in headers.items()},
@@ -61,10 +65,11 @@ def open_tensors(path: Path) -> Iterator[TensorReader]:
 
 def find_files(path: Path) -> list[Path]:
     """The safetensors files that a path stands for, sorted."""
+    index = _find_index(path)
+    if index is not None:
+        return _indexed_files(index)
     if path.is_file():
-        return _indexed_files(path) if path.name.endswith(".index.json") else [path]
-    if (path / INDEX_FILE).is_file():
-        return _indexed_files(path / INDEX_FILE)
+        return [path]
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
         return files
@@ -89,10 +94,18 @@ def digest_files(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _indexed_files(index: Path) -> list[Path]:
+def _find_index(path: Path) -> Path | None:
+    if path.is_file():
+        return path if path.name.endswith(".index.json") else None
+    return path / INDEX_FILE if (path / INDEX_FILE).is_file() else None
+
+
+def _read_index(index: Path) -> Mapping[str, str]:
+    """Tensor name -> name of the file beside the index."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        names = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise CheckpointError(
             f"{index} is no index of safetensors: {type(problem).__name__}: {problem}.",
             'It holds "weight_map": tensor name -> file name.',
@@ -107,4 +120,8 @@ def _indexed_files(index: Path) -> list[Path]:
             raise CheckpointError(
                 f"{index.parent / name} is missing.", f"{index.name} says that tensors lie in it.", "Fetch it again."
             )
-    return [index.parent / name for name in names]
+    return places
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    return [index.parent / name for name in sorted(set(_read_index(index).values()))]

@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from trimaran.errors import CheckpointError
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
     """Writes parameters and persistent buffers; what is tied once, by its first name, as `save_pretrained` does."""
     tensors: dict[str, Tensor] = {}
-    written: set[tuple[int, torch.Size]] = set()
+    written: set[tuple[object, ...]] = set()
+    memories: set[int] = set()
     for name, each in model.state_dict().items():
-        place = (each.data_ptr(), each.shape)
+        place = (each.data_ptr(), each.shape, each.stride(), each.dtype)
+        memory = each.untyped_storage().data_ptr()
         if each.numel() == 0 or place not in written:
-            tensors[name] = each.detach().contiguous()
+            # A part of another tensor is written as one of its own: safetensors refuses what overlaps.
+            tensors[name] = each.detach().clone() if memory in memories else each.detach()
         written.add(place)
-    temporary = _temporary(path)
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    _commit(temporary, path)
+        memories.add(memory)
+    _write(tensors, path)
 
 
 def save_trained_weights(model: nn.Module, path: Path) -> None:
     """Writes only the parameters that require a gradient: of an adapted model, the adapters."""
-    trained = {name: each.detach().contiguous() for name, each in model.named_parameters() if each.requires_grad}
-    temporary = _temporary(path)
-    save_file(trained, temporary, metadata={"format": "pt"})
-    _commit(temporary, path)
+    _write({name: each.detach() for name, each in model.named_parameters() if each.requires_grad}, path)
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
-
-
-def _commit(temporary: Path, path: Path) -> None:
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raises CheckpointError where the file cannot be written; an older one is then as it was."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        save_file({name: each.contiguous() for name, each in tensors.items()}, temporary, metadata={"format": "pt"})
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, SafetensorError) as problem:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path} cannot be written: {problem}.",
+            "Weights are written whole, beside an older file, or not at all.",
+            "Make room on that disk, or choose another --run.",
+        ) from problem

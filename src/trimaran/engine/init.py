@@ -32,6 +32,7 @@ def build_model(constructor: Callable[[], nn.Module], seed: int) -> nn.Module:
             "Set requires_grad on those to be trained.",
         )
     _refuse_without_values(model)
+    _refuse_unsaveable(model)
     _make_dense(model)
     _refuse_shared_memory(model)
     return model
@@ -69,6 +70,18 @@ def _refuse_without_values(model: nn.Module) -> None:
                 f"{name} is on the meta device.",
                 'With init="whole" the constructor gives the weights their values.',
                 "Build the model on the CPU.",
+            )
+
+
+def _refuse_unsaveable(model: nn.Module) -> None:
+    """Before training: its end, which writes the weights, would be late to find out."""
+    for name, each in model.state_dict().items():
+        if not isinstance(each, Tensor) or each.layout is not torch.strided:
+            what = f"a tensor of layout {each.layout}" if isinstance(each, Tensor) else type(each).__name__
+            raise JobError(
+                f"{name} of the model's state_dict is {what}.",
+                "What is saved with a model is written as safetensors, which hold dense tensors.",
+                "Keep it out of the state_dict: register_buffer(..., persistent=False), or no get_extra_state.",
             )
 
 

@@ -175,4 +175,10 @@ def _read_weight(weight: Any) -> float:
             "It is a scalar tensor: what the sum over this batch is divided by.",
             "Return, for example, (labels != -100).sum().",
         )
+    if float(weight) < 0:
+        raise LossError(
+            f"the loss's weight(batch) returned {float(weight):g}.",
+            "A weight counts; divided by a negative one, the loss would rise.",
+            "Return a count, and put the sign into total().",
+        )
     return float(weight)

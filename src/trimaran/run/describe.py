@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -45,9 +46,9 @@ def identify(job: Job, origin: Origin) -> dict[str, Any]:
         "init": job.init,
         "weights": None if job.weights_in is None else identify_weights(job.weights_in),
         "inputs": dict(job.input_keys),
-        "loss": repr(job.loss),
-        "metrics": {name: repr(metric) for name, metric in job.metrics.items()},
-        "optimizer": job.optimizer.describe(),
+        "loss": _without_addresses(repr(job.loss)),
+        "metrics": {name: _without_addresses(repr(metric)) for name, metric in job.metrics.items()},
+        "optimizer": _without_addresses(job.optimizer.describe()),
         "schedule": describe_schedule(job),
         "clip": job.clip,
         "data": {"length": len(job.data), "fingerprint": fingerprint(job.data)},
@@ -169,7 +170,12 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else _without_addresses(repr(value))
+
+
+def _without_addresses(text: str) -> str:
+    """What Python says of an object without a repr of its own holds its address, another in each process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def _git_commit(job_file: Path | None) -> str | None:

@@ -45,8 +45,8 @@ _FILES = {StepRecord: METRICS_FILE, TimingRecord: TIMING_FILE, EventRecord: EVEN
 
 
 def name_run(job_name: str) -> Path:
-    """A new directory's name: runs/<job>-<date>-<time>-<two hex digits>."""
-    return Path("runs") / f"{job_name or 'run'}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(1)}"
+    """A new directory's name: runs/<job>-<date>-<time>-<six hex digits>, so that many starts in one second differ."""
+    return Path("runs") / f"{job_name or 'run'}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 class RunDirectory:
@@ -114,11 +114,18 @@ class RunDirectory:
         """Adds one line to the record's file, complete and flushed."""
         self._check_owner()
         kind = type(record)
-        if kind not in self._files:
-            self._files[kind] = (self.path / _FILES[kind]).open("a", encoding="utf-8")
-        file = self._files[kind]
-        file.write(to_line(record) + "\n")
-        file.flush()
+        try:
+            if kind not in self._files:
+                self._files[kind] = (self.path / _FILES[kind]).open("a", encoding="utf-8")
+            file = self._files[kind]
+            file.write(to_line(record) + "\n")
+            file.flush()
+        except OSError as problem:
+            raise RunError(
+                f"{self.path / _FILES[kind]} cannot be written: {problem.strerror or problem}.",
+                "A run records every step.",
+                "Make room on that disk, or choose another --run.",
+            ) from problem
 
     def note(self, event: str, step: int, detail: str = "") -> None:
         """Adds an event, with the time."""
@@ -132,9 +139,10 @@ class RunDirectory:
     def close(self) -> None:
         """Flushes the records to disk and gives the directory back."""
         for file in self._files.values():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # close writes what an earlier write could not
                 os.fsync(file.fileno())
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
         self._files.clear()
         self._lock.close()
 

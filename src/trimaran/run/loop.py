@@ -77,6 +77,7 @@ class Run:
         self._resources = resources
         self._finish = finish
         self._evaluate_every = self._evaluation_steps()
+        self._is_iterated = False
         self._unrecorded: tuple[StepResult, Decision, dict[str, float] | None] | None = None
         self._decision = Decision(0.0, 0, False)
         self._step_began = time.perf_counter()
@@ -84,7 +85,14 @@ class Run:
         self.seconds_by_kind: dict[str, float] = {}
 
     def __iter__(self) -> Iterator[RankBatch]:
-        """This rank's share of each global batch in turn, until the job's last or an agreed stop."""
+        """This rank's share of each global batch in turn, until the job's last or an agreed stop. Once only."""
+        if self._is_iterated:
+            raise JobError(
+                "the run is iterated over a second time.",
+                "Each batch of a run is trained on once, and another loop would begin with the first one again.",
+                "Put what you do into one loop, or start another run.",
+            )
+        self._is_iterated = True
         self._step_began = time.perf_counter()
         batches = iter(self._loader)
         batch = self._next(batches)
@@ -109,6 +117,13 @@ class Run:
 
     def step(self, batch: RankBatch) -> StepResult:
         """One optimizer step on a batch of this run: `engine.accumulate(batch)` and `engine.update()`."""
+        last = self.engine.last_result
+        if last is not None and last.index >= batch.index:
+            raise JobError(
+                f"batch {batch.index} was stepped on already.",
+                "Each batch of a run is trained on once.",
+                "Call run.step(batch) once in every turn.",
+            )
         return self.engine.step(batch)
 
     def evaluate(self) -> dict[str, float]:

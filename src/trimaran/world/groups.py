@@ -72,7 +72,11 @@ class World:
         """Every rank's text, by rank, on every rank. Every rank must call it; costs two small collectives."""
         if self.agreement is None:
             return [text]
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0).byte()
+        data = (
+            torch.frombuffer(bytearray(text.encode(errors="surrogateescape")), dtype=torch.uint8)
+            if text
+            else torch.empty(0).byte()
+        )
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.agreement)
         longest = max(1, *(int(size) for size in sizes))
@@ -80,7 +84,8 @@ class World:
         padded[: data.numel()] = data
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.agreement)
-        return [bytes(part[: int(size)].numpy()).decode() for part, size in zip(parts, sizes, strict=True)]
+        texts = [bytes(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
+        return [each.decode(errors="surrogateescape") for each in texts]  # a path may hold any bytes
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

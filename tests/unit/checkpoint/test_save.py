@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from trimaran.checkpoint import load_weights, save_trained_weights, save_weights
+from trimaran.errors import CheckpointError
 from trimaran.job import Weights
 
 
@@ -52,6 +53,23 @@ def test_a_save_that_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: py
         raise OSError("No space left on device")
 
     monkeypatch.setattr("trimaran.checkpoint.save.os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(CheckpointError, match="No space"):
         save_weights(Net(), path)
     assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.randn(4, 4))
+        self.register_buffer("part", self.get_buffer("whole")[:2])
+        self.register_buffer("turned", self.get_buffer("whole").t())
+
+
+def test_buffers_that_are_parts_of_others_are_saved_too(tmp_path: Path) -> None:
+    model = Views()
+    save_weights(model, tmp_path / "m.safetensors")
+    with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
+        for name, each in model.named_buffers():
+            assert torch.equal(file.get_tensor(name), each), name

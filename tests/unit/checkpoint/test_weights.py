@@ -66,6 +66,17 @@ def test_an_index_of_several_files_is_followed(tmp_path: Path, pretrained: Tied)
         assert all(torch.equal(model.state_dict()[name], each) for name, each in parts)
 
 
+def test_a_name_in_two_files_is_read_from_the_one_the_index_says(tmp_path: Path, pretrained: Tied) -> None:
+    tensors = state(pretrained)
+    save_file(tensors, tmp_path / "one.safetensors")
+    save_file({"norm.bias": torch.full((3,), 7.0), "other": torch.ones(1)}, tmp_path / "two.safetensors")
+    names = {**dict.fromkeys(tensors, "one.safetensors"), "other": "two.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    model = Tied()
+    load_weights(model, Weights(tmp_path, partial=("other",)))
+    assert torch.equal(model.norm.bias, pretrained.norm.bias)
+
+
 @pytest.mark.parametrize("name", ["../out.safetensors", "/etc/passwd", "missing.safetensors"])
 def test_an_index_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))

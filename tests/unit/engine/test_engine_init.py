@@ -119,3 +119,31 @@ def test_dense_parameters_keep_their_strides() -> None:
     model = build_model(lambda: module, 0)
     cast_parameters(model, torch.float64)
     assert model.weight.stride() == strides
+
+
+class Saving(nn.Module):
+    """A linear layer with something more in its state."""
+
+    def __init__(self, buffer: Tensor | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("buffer", buffer)
+
+
+class Telling(Saving):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Saving(torch.eye(2).to_sparse()), "buffer of the model's state_dict is a tensor of layout"),
+        (Telling, "_extra_state of the model's state_dict is dict"),
+    ],
+)
+def test_what_could_not_be_saved_at_the_end_is_refused_at_the_start(
+    make: Callable[[], nn.Module], message: str
+) -> None:
+    with pytest.raises(JobError, match=message):
+        build_model(make, seed=0)

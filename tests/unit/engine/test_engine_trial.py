@@ -149,6 +149,15 @@ def test_a_weight_is_a_scalar_tensor(weight: Any) -> None:
         attempt(loss=PlainLoss(made_weight=weight))
 
 
+def test_a_negative_weight_is_refused() -> None:
+    loss = tm.losses.custom(
+        total=lambda output, batch: F.cross_entropy(output, batch["label"], reduction="sum"),
+        weight=lambda batch: -len(batch["label"]),
+    )
+    with pytest.raises(LossError, match=r"weight\(batch\) returned -5"):
+        attempt(loss=loss)
+
+
 def test_a_loss_that_is_not_finite_is_named() -> None:
     """The mean over no label at all is not a number, and the sum is 0."""
     loss = PlainLoss(made_total=lambda output, batch: F.cross_entropy(output, batch["label"]))

@@ -63,3 +63,14 @@ def test_an_identity_is_of_the_job_and_not_of_its_layout() -> None:
     assert identify(job(), Origin(arguments={"width": 3}))["arguments"] == {"width": 3}
     for changes in ({"clip": 1.0}, {"seed": 1}, {"data": list(range(1001))}, {"loss": tm.losses.mse(target="y")}):
         assert identify(job(**changes), Origin()) != identify(job(), Origin())
+
+
+def test_an_object_without_a_repr_of_its_own_is_the_same_in_every_process() -> None:
+    class Mine:
+        def weight(self, batch: Any, /) -> Any: ...
+
+        def total(self, output: Any, batch: Any, /) -> Any: ...
+
+    first = job(loss=Mine(), metrics={"mine": Mine()}, data=[{"x": 1}])
+    other = job(loss=Mine(), metrics={"mine": Mine()}, data=[{"x": 1}])
+    assert identify(first, Origin(arguments={"of": Mine()})) == identify(other, Origin(arguments={"of": Mine()}))

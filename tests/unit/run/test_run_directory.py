@@ -174,3 +174,12 @@ def test_new_names_differ() -> None:
     assert len(names) > 10
     assert all(each.parent == Path("runs") and each.name.startswith("gpt-") for each in names)
     assert name_run("").name.startswith("run-")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    directory = RunDirectory.open(tmp_path)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"metrics\.jsonl cannot be written: No space left"):
+        directory.append(step(1))
+    directory.close()

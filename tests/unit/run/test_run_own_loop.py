@@ -141,3 +141,22 @@ def test_a_layout_object_is_as_good_as_its_text(job: Any) -> None:
     tm.train(job(), tm.Layout(micro_batch=2), run="a")
     tm.train(job(), "micro_batch=2", run="b")
     assert Path("a/metrics.jsonl").read_bytes() == Path("b/metrics.jsonl").read_bytes()
+
+
+def test_a_second_loop_over_a_run_is_refused(job: Any) -> None:
+    with tm.start(job(), run="a") as run:
+        for batch in run:
+            run.step(batch)
+            break
+        with pytest.raises(JobError, match="iterated over a second time"):
+            next(iter(run))
+    assert losses_of(Path("a")) == [run.last_loss]
+
+
+def test_a_second_step_on_a_batch_is_refused(job: Any) -> None:
+    with tm.start(job(), run="a") as run:
+        for batch in run:
+            run.step(batch)
+            with pytest.raises(JobError, match=f"batch {batch.index} was stepped on already"):
+                run.step(batch)
+    assert run.engine.num_updates == run.last_step - 1  # the last one is taken in by a step that does not come

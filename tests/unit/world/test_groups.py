@@ -41,14 +41,14 @@ def collectives() -> tuple[float, float, float, list[str], int, bool]:
         float(world.agree(rank.clone())),
         float(world.agree(rank.clone(), op=dist.ReduceOp.MAX)),
         float(later),
-        world.gather_text("x" * world.rank),
+        world.gather_text("ü\udcff" * world.rank),  # as of a path that is no UTF-8
         group.size(),
         world.leads_data_rank,
     )
 
 
 def test_every_rank_gets_the_same(pool: Pool) -> None:
-    assert pool.run(collectives, 3) == [(3.0, 2.0, 6.0, ["", "x", "xx"], 3, True)] * 3
+    assert pool.run(collectives, 3) == [(3.0, 2.0, 6.0, ["", "ü\udcff", "ü\udcff" * 2], 3, True)] * 3
 
 
 def places() -> tuple[int, int, str]:
