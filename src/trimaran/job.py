@@ -169,6 +169,10 @@ class Job:
             )
         if self.init != "whole":
             raise JobError(f"init={self.init!r} is unknown.", 'It is "whole" or "by_name".', 'Use init="whole".')
+        if "/" in self.name or "\0" in self.name or self.name in (".", ".."):
+            raise JobError(
+                f"name={self.name!r} is no file name.", "Runs without --run are named after it.", 'Use one like "gpt".'
+            )
         if isinstance(self.inputs, str):
             raise JobError(
                 f"inputs={self.inputs!r} is a string.",

@@ -36,6 +36,10 @@ class RunOptions:
             )
         if self.num_workers < 0:
             raise UsageError(f"num_workers={self.num_workers}.", "It counts processes.", "Give 0 or more.")
+        if isinstance(self.track, str):
+            raise UsageError(
+                f"track={self.track!r} is a string.", "It lists trackers.", f"Write track=({self.track!r},)."
+            )
         for name in self.track:
             if name not in get_args(Tracker):
                 raise UsageError(

@@ -34,6 +34,7 @@ def build(**changes: Any) -> Job:
         ({"metrics": {"accuracy": 3}}, "accuracy=int has no weight(batch)"),
         ({"optimizer": dict}, "optimizer=type is not a description of the optimizer."),
         ({"schedule": 3}, "schedule=int is not a description of the schedule."),
+        ({"name": "../a"}, "name='../a' is no file name."),
         ({"global_batch": 0}, "global_batch=0."),
         ({"global_batch": 2.0}, "global_batch=2.0."),
         ({"global_batch": True}, "global_batch=True."),

@@ -42,6 +42,8 @@ def load_job_function(path: Path) -> Callable[..., Any]:
     spec = importlib.util.spec_from_file_location(f"job_file_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{str(path)!r} is not a Python file.", "A job file's name ends in .py.", "Give a .py file.")
+    # What torch needs of the standard library is loaded before the job's folder, where a file may be called queue.py.
+    importlib.import_module("torch")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and loader workers look their module up
     sys.path.insert(0, str(path.resolve().parent))

@@ -77,7 +77,8 @@ def main(words: Sequence[str]) -> int:
     if command is not None:
         Layout.parse(command.layout)  # a wrong layout is told before anything starts
         if command.procs not in (None, 1) and environment is None:
-            worker = [sys.executable, "-m", "trimaran", "train", *words]
+            # -P: as for the command itself, the current folder is not imported from.
+            worker = [sys.executable, "-P", "-m", "trimaran", "train", *words]
             return start_workers(worker, num_procs=command.procs, port=command.port)
     return _train(words, environment)
 

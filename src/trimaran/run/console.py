@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -59,13 +60,22 @@ class Progress:
         return "  ".join(shown.values())
 
 
+class _PatientConsole(RichConsole):
+    """Says no more, instead of ending the process, when whoever read its output has gone (`| head`)."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # What is still buffered would raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Console:
     """Prints for rank 0; on other ranks (`active` False) every call does nothing."""
 
     def __init__(self, *, active: bool, log_every: int, file: TextIO | None = None) -> None:
         self._active = active
         self._log_every = log_every
-        self._rich = RichConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
+        self._rich = _PatientConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
         self._live: Live | None = None
 
     def head(self, title: str, rows: Sequence[tuple[str, str, str]]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +82,15 @@ def test_marks_in_a_text_are_text() -> None:
     file = io.StringIO()
     Console(active=True, log_every=1, file=file).line("[red]not red[/red] :smile: " + "x" * 300)
     assert file.getvalue() == "[red]not red[/red] :smile: " + "x" * 300 + "\n"
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
+    """As in `trimaran train ... | head -3`."""
+    script = "from trimaran.run.console import Console\nc = Console(active=True, log_every=1)\n"
+    script += "for i in range(20000): c.line(f'line {i}')\nopen('done', 'w').close()"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert (tmp_path / "done").exists()
