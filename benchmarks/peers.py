@@ -245,7 +245,8 @@ def print_tables(timings: Sequence[Timing], peaks: Mapping[Cell, Mapping[str, in
                     f"{timing.median(peer) * 1e3:.1f}",
                     f"{statistics.median(ratios):.3f}",
                     f"{low:.3f} to {high:.3f}",
-                    verdict(ratios) + (" !" if use == "equal" and low < WANTED_LOW else ""),
+                    verdict(ratios)
+                    + (" !" if use == "equal" and low < WANTED_LOW and len(ratios) >= FEWEST_ROUNDS else ""),
                 ]
                 if use == "equal":
                     row += [f"{peaks[timing.cell][name] / 2**20:.0f}" for name in (TRIMARAN, peer)]
