@@ -4,7 +4,7 @@
     trimaran train recipes/hf.py --model gpt2 --text notes.txt
     trimaran train recipes/hf.py --model path/to/model
 
-It needs `pip install "trimaran[hf]"`, and downloads nothing. `--model` is the name of a small architecture, which reads
+It needs the extra `hf`, and downloads nothing. `--model` is the name of a small architecture, which reads
 bytes, or a directory with a config.json: weights (safetensors) and a tokenizer there are used, as `save_pretrained`
 writes them. The text is the source of the interpreter's own standard library, or the file given by `--text`. It ends
 with the validation loss (nats per token, on text unseen in training) and a page of what the model writes.

@@ -5,7 +5,7 @@
 
 On the digits (1,797 of 8 × 8 pixels) it takes a minute or two on two CPU cores, and ends with the accuracy on every
 fifth digit of each class, unseen in training, beside that of a logistic regression. DIR holds train/CLASS/*.jpg and
-val/CLASS/*.jpg as ImageNet does; see image_folder.py beside this file. Needs `pip install "trimaran[recipes]"`.
+val/CLASS/*.jpg as ImageNet does; see image_folder.py beside this file. Needs the extra `recipes`.
 Shapes: B samples, C channels, H × W pixels.
 """
 

@@ -2,7 +2,7 @@
 
     trimaran train recipes/text_classifier.py --procs 2
 
-Minutes on two CPU cores. Needs `pip install "trimaran[recipes]"` for the baseline: a logistic regression on TF-IDF
+Minutes on two CPU cores. Needs the extra `recipes` for the baseline: a logistic regression on TF-IDF
 weights of character n-grams, trained on the same files and judged by the same snippets, printed beside ours. No file
 is in both training and validation. Shapes: B samples, T pieces, G n-grams of a piece, D width, H heads, C classes.
 """

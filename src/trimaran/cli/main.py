@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # a terminal's encoding ends no run
     try:
         return _run(words)
+    except BrokenPipeError:  # whoever read this has gone, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -26,6 +26,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason = ""
+        self.is_saved = False
+        """Set when the weights are on disk: there is nothing left to save, and a signal ends what remains at once."""
 
     def ask(self, reason: str) -> None:
         """Asks every rank to save and leave at the next step's edge; the first reason is kept."""
@@ -67,6 +69,8 @@ def stop_on_signals(request: StopRequest) -> Iterator[None]:
         return
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
+        if request.is_saved:
+            raise KeyboardInterrupt
         if number == signal.SIGINT and request.reason:
             os._exit(130)
         request.ask(signal.Signals(number).name)

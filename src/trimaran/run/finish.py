@@ -40,6 +40,7 @@ def finish_run(
         directory.note("stopped", run.last_step, run.stop_reason or "asked on another rank")
     else:
         directory.note("finished", run.last_step)
+    run.mark_saved()
     console.line("")
     if run.stopped:
         console.line(f"stopped on request after step {run.last_step}/{run.job.total_steps}")
@@ -47,16 +48,25 @@ def finish_run(
         console.line(f"loss     {run.last_loss:.4f} at step {run.last_step}")
     if run.validation is not None and not run.stopped:
         console.line(f"valid    {format_figures(run.validation)}")
-        for name, baseline in run.job.baselines.items():
-            console.line(f"         {_compare(name, _ask(f'baselines[{name!r}]', baseline, path), run.validation)}")
     console.line(f"time     {_describe_time(run.seconds_by_kind)}")
     console.line(f"memory   {_describe_memory(run, predicted, world)}")
-    if run.job.sample is not None and not run.stopped:
-        console.lines(["sample", *_ask("sample", partial(_draw_sample, run), path).splitlines()])
     console.line(f"weights  {path}" + (f"; the trained ones alone in {TRAINED_FILE}" if some_frozen else ""))
+    if not run.stop_reason:
+        _compare_and_sample(run, console, path)
     console.line(
         f"next     safetensors.torch.load_model(model, file) reads them; {METRICS_FILE} beside them has the curve"
     )
+
+
+def _compare_and_sample(run: Run, console: Console, weights: Path) -> None:
+    """What the job itself has to say at the end; it may take its time, so it is announced."""
+    if run.validation is not None and run.job.baselines:
+        console.line(f"beside   computing {', '.join(run.job.baselines)} …")
+        for name, baseline in run.job.baselines.items():
+            figures = _ask(f"baselines[{name!r}]", baseline, weights)
+            console.line(f"         {_compare(name, figures, run.validation)}")
+    if run.job.sample is not None:
+        console.lines(["sample", *_ask("sample", partial(_draw_sample, run), weights).splitlines()])
 
 
 def _draw_sample(run: Run) -> str:

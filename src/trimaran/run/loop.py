@@ -15,7 +15,7 @@ from trimaran.engine import Engine, StepResult
 from trimaran.errors import JobError
 from trimaran.job import Job
 from trimaran.options import RunOptions
-from trimaran.phases import Phases
+from trimaran.phases import Phase, Phases
 from trimaran.records import StepRecord, TimingRecord
 from trimaran.run.console import Console, Progress
 from trimaran.run.decide import Agreement, Decision, StopRequest
@@ -31,6 +31,17 @@ class Rates:
 
     flops_per_sample: float
     peak_flops_per_second: float | None
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A step that was made and is not yet recorded; `seconds` are those of training, without its evaluation."""
+
+    result: StepResult
+    decision: Decision
+    seconds: float
+    phases: Mapping[Phase, float]
+    validation: dict[str, float] | None
 
 
 class Run:
@@ -78,7 +89,7 @@ class Run:
         self._finish = finish
         self._evaluate_every = self._evaluation_steps()
         self._is_iterated = False
-        self._unrecorded: tuple[StepResult, Decision, dict[str, float] | None] | None = None
+        self._unrecorded: _Taken | None = None
         self._decision = Decision(0.0, 0, False)
         self._step_began = time.perf_counter()
         self._seconds_per_step = 0.0
@@ -141,6 +152,10 @@ class Run:
         """Asks all ranks to save and leave at the next step's edge."""
         self._stop_request.ask(reason)
 
+    def mark_saved(self) -> None:
+        """Says that the weights are on disk: from here on a signal ends what remains at once."""
+        self._stop_request.is_saved = True
+
     @property
     def stop_reason(self) -> str:
         """Why this rank was asked to stop: a signal's name, or what `ask_to_stop` was given; empty if it was not."""
@@ -164,9 +179,7 @@ class Run:
 
     def _end(self) -> None:
         self._take_result()
-        due = self._validation_loader is not None and not self.stopped
-        if due and self._unrecorded is not None and self._unrecorded[2] is None:
-            self._unrecorded = (*self._unrecorded[:2], self.evaluate())
+        self._evaluate_last()
         self._record_previous()
         self._console.end_live()
         self._finish(self)
@@ -188,26 +201,37 @@ class Run:
         result = self.engine.last_result
         if result is None or result.index + 1 == self.last_step:
             return
+        seconds = time.perf_counter() - self._step_began
         self._record_previous()
         self.last_step = result.index + 1
         due = self._evaluate_every and self.last_step % self._evaluate_every == 0
-        self._unrecorded = (result, self._decision, self.evaluate() if due else None)
+        validation = self.evaluate() if due else None
+        self._unrecorded = _Taken(result, self._decision, seconds, self._phases.take(), validation)
+        self._step_began = time.perf_counter()
+
+    def _evaluate_last(self) -> None:
+        """Evaluates after the last step where its own interval has not, and counts that with the step."""
+        last = self._unrecorded
+        if last is None or last.validation is not None or self._validation_loader is None or self.stopped:
+            return
+        validation = self.evaluate()
+        spent = {phase: last.phases[phase] + more for phase, more in self._phases.take().items()}
+        self._unrecorded = replace(last, validation=validation, phases=spent)
 
     def _record_previous(self) -> None:
         """Writes and shows the step before, whose figures have arrived by now."""
         if self._unrecorded is None:
             return
-        result, decision, validation = self._unrecorded
-        self._unrecorded = None
+        taken, self._unrecorded = self._unrecorded, None
         with self._phases("record"):
             record = StepRecord(
-                step=result.index + 1,
-                loss=result.loss,
-                weight=decision.weight,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                skipped=result.skipped,
-                validation=validation,
+                step=taken.result.index + 1,
+                loss=taken.result.loss,
+                weight=taken.decision.weight,
+                grad_norm=taken.result.grad_norm,
+                lr=taken.result.lr,
+                skipped=taken.result.skipped,
+                validation=taken.validation,
             )
             self.last_loss = record.loss
             if self._directory is not None:
@@ -216,22 +240,19 @@ class Run:
                     self._directory.note("skipped", record.step, f"gradient norm {record.grad_norm}")
         if self._trackers is not None:
             self._trackers.log(record)
-        self._time_step(record, decision)
+        self._time_step(record, taken)
 
-    def _time_step(self, record: StepRecord, decision: Decision) -> None:
-        now = time.perf_counter()
-        seconds, self._step_began = now - self._step_began, now
-        phases = self._phases.take()
-        for phase, took in phases.items():
+    def _time_step(self, record: StepRecord, taken: _Taken) -> None:
+        for phase, took in taken.phases.items():
             self.seconds_by_kind[phase] = self.seconds_by_kind.get(phase, 0.0) + took
-        training_seconds = max(seconds - phases["evaluate"], 1e-9)
         smooth = self._seconds_per_step
-        self._seconds_per_step = training_seconds if smooth == 0 else 0.9 * smooth + 0.1 * training_seconds
+        self._seconds_per_step = taken.seconds if smooth == 0 else 0.9 * smooth + 0.1 * taken.seconds
         if self._directory is not None:
-            rate = self.job.global_batch / training_seconds
-            spent = {str(phase): round(each, 6) for phase, each in phases.items() if each}
-            self._directory.append(TimingRecord(record.step, round(seconds, 6), round(rate, 3), spent))
-        self._console.progress(self._progress(record, decision))
+            rate = self.job.global_batch / max(taken.seconds, 1e-9)
+            spent = {str(phase): round(each, 6) for phase, each in taken.phases.items() if each}
+            seconds = round(taken.seconds + taken.phases["evaluate"], 6)
+            self._directory.append(TimingRecord(record.step, seconds, round(rate, 3), spent))
+        self._console.progress(self._progress(record, taken.decision))
         if record.validation is not None:
             self._console.line(f"step {record.step}  validation  {format_figures(record.validation)}")
 

@@ -1,6 +1,6 @@
 """Experiment trackers, fed from the same records as the run directory, through their own clients.
 
-Each is an extra (`pip install 'trimaran[tensorboard]'`, `[wandb]`, `[mlflow]`) and reads its own configuration, such as
+Each is an extra of this package (`tensorboard`, `wandb`, `mlflow`) and reads its own configuration, such as
 WANDB_MODE or MLFLOW_TRACKING_URI, as its users know it. A tracker that fails during a run is dropped, aloud: it must
 not end a training.
 """
@@ -84,7 +84,7 @@ def open_trackers(
             raise RunError(
                 f"track={name}, and its client is not installed ({problem}).",
                 "Trackers are extras.",
-                f"pip install 'trimaran[{name}]', or leave it out.",
+                f"Install the extra {name} of trimaran, or leave it out.",
             ) from problem
         except Exception as problem:
             raise RunError(
