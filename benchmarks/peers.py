@@ -18,6 +18,7 @@ import json as jsonlib
 import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -97,6 +98,7 @@ def main(
     if quick:  # with one thread: two on a busy machine spend their time in waiting for each other
         cells = [replace(cell, num_threads=1) for cell in cells if cell.workload == cells[0].workload]
         rounds, block_seconds = 2, 0.0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     began = time.monotonic()
     make_environment()
     with tempfile.TemporaryDirectory() as scratch:
@@ -182,9 +184,14 @@ def run(command: Sequence[Any], *, num_threads: int, log: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
+    words = [str(word) for word in command]
     with log.open("w") as output:
-        words = [str(word) for word in command]
-        code = subprocess.run(words, env=os.environ | settings, stdout=output, stderr=subprocess.STDOUT).returncode
+        process = subprocess.Popen(words, env=os.environ | settings, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait()
+        finally:
+            process.terminate()  # where this script is stopped, so are the processes that it started
+            process.wait()
     if code:
         sys.exit(f"{log.read_text()[-6000:]}\nexit code {code} of: {' '.join(words)}")
 
