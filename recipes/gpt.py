@@ -168,7 +168,7 @@ def job(width: int = 128, depth: int = 2, heads: int = 4, seq_len: int = 128, lr
         clip=1.0,
         schedule=tm.optim.cosine(warmup=0.05, final=0.0),
         global_batch=16,
-        steps=3000,
+        steps=2400,
         sample=write_python,
         baselines={"trigram table": trigram_table},
         blocks="blocks.*",
