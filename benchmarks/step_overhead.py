@@ -4,11 +4,13 @@
 
 Both sides live in the same processes, train the same model from the same weights on the same batches, and report the
 loss of the world and the gradient norm of each step, one step late. A round times a block of steps of each side, in
-random order; a cell's figure is the median over rounds of hand-written time / engine time (1.00: equal, wanted: at
-least 0.98), with a 95 % interval. In several processes the hand-written side is DDP twice, with and without
-gradient_as_bucket_view; the engine is held against the faster for time and the smaller for memory. Peak memory is
-that of fresh processes that run one side alone, with freed blocks returned to the system at once: what the side
-holds, without what the allocator keeps. Exits 1 where the losses of the sides part: the comparison is void.
+random order, and gives a ratio hand-written time / engine time (1.00: equal, wanted: at least 0.98). Where the
+allocator happens to put a side's tensors shifts its speed by percents for as long as the process lives, so each cell
+is launched several times: its figure is the median over launches of the median over rounds, with an interval of the
+former. In several processes the hand-written side is DDP twice, with and without gradient_as_bucket_view; the engine
+is held against the faster for time and the smaller for memory. Peak memory is that of fresh processes that run one
+side alone, with freed blocks returned to the system at once: what the side holds, without what the allocator keeps.
+Exits 1 where the losses of the sides part: the comparison is void.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.measuring import freed_memory_returned, median_interval, peak_resident_bytes, run_ranks, write_record
-from common.step_sides import ENGINE, NUM_BATCHES, SEED, WORKLOADS, Cell, Side, build_sides
+from common.step_sides import ENGINE, NUM_BATCHES, WORKLOADS, Cell, Side, build_sides
 
 WANTED_RATIO = 0.98
 NUM_COMPARED_STEPS = 5
@@ -41,7 +43,7 @@ MEMORY_TOLERANCE = 0.005
 
 @dataclass(frozen=True)
 class Outcome:
-    """A cell's figures; a ratio is hand-written time / engine time of one round, against `rival`."""
+    """A cell's figures; a ratio is hand-written time / engine time, against `rival`: the median of one launch."""
 
     cell: Cell
     rival: str
@@ -61,25 +63,29 @@ class Outcome:
 def main(
     quick: bool = False,
     only: str = "",
-    rounds: int = 40,
-    block_steps: int = 3,
+    launches: int = 7,
+    rounds: int = 6,
+    block_steps: int = 2,
     json: Path = Path("build/step_overhead.json"),
 ) -> None:
     """Times engine.step against a hand-written loop, compares their peak memory, and writes the figures.
 
     Args:
-        quick: a smoke run of three cells and few rounds, whose figures mean little.
+        quick: a smoke run of two cells, launched once, whose figures mean little.
         only: the cells whose names have all these words, such as "mlp bf16 2x1".
-        rounds: timed rounds of a cell.
+        launches: how often each cell is started anew.
+        rounds: timed rounds of a launch.
         block_steps: steps of each side in a round.
         json: where the figures go.
     """
     cells = [cell for cell in all_cells() if set(only.split()) <= set(str(cell).split())]
+    if not cells:
+        sys.exit(f"No cell is named {only!r}. There are: {', '.join(map(str, all_cells()))}.")
     if quick:
-        cells, rounds, block_steps = cells[:: max(1, len(cells) // 3)][:3], 6, 1
+        cells, launches, rounds, block_steps = [cells[0], *cells[1:][-1:]], 1, 3, 1
     outcomes = []
     for cell in cells:
-        outcomes.append(compare(cell, rounds, block_steps))
+        outcomes.append(compare(cell, launches, rounds, block_steps))
         print(f"{cell}  {outcomes[-1].ratio:.3f}", flush=True)
     print_table(outcomes)
     write_record(json, {"cells": [asdict(each) for each in outcomes]})
@@ -99,17 +105,19 @@ def all_cells() -> list[Cell]:
     ]
 
 
-def compare(cell: Cell, num_rounds: int, block_steps: int) -> Outcome:
+def compare(cell: Cell, num_launches: int, num_rounds: int, block_steps: int) -> Outcome:
     """Times and weighs the sides of a cell."""
-    ranks = run_ranks(time_sides, cell.num_procs, cell, num_rounds, block_steps)
-    # A step takes as long as its slowest rank.
-    seconds = {
-        name: [max(each) for each in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
-        for name in ranks[0]["seconds"]
+    differences: list[float] = []
+    launches: list[dict[str, list[float]]] = []
+    for launch in range(num_launches):
+        ranks = run_ranks(time_sides, cell.num_procs, cell, launch, num_rounds, block_steps)
+        differences += [loss_difference(rank["losses"]) for rank in ranks]
+        launches.append({name: _slowest([rank["seconds"][name] for rank in ranks]) for name in [ENGINE, *cell.rivals]})
+    step_seconds = {
+        name: statistics.median(statistics.median(each[name]) for each in launches) for name in [ENGINE, *cell.rivals]
     }
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
-    rival = min(cell.rivals, key=lambda name: medians[name])
-    ratios = [theirs / ours for theirs, ours in zip(seconds[rival], seconds[ENGINE], strict=True)]
+    rival = min(cell.rivals, key=lambda name: step_seconds[name])
+    ratios = [median_ratio(each[rival], each[ENGINE]) for each in launches]
     low, high = median_interval(ratios)
     return Outcome(
         cell=cell,
@@ -117,23 +125,24 @@ def compare(cell: Cell, num_rounds: int, block_steps: int) -> Outcome:
         ratio=statistics.median(ratios),
         ratio_low=low,
         ratio_high=high,
-        step_seconds=medians,
-        peak_bytes={name: _largest_peak(cell, name) for name in medians},
-        loss_difference=max(loss_difference(rank["losses"]) for rank in ranks),
+        step_seconds=step_seconds,
+        peak_bytes={name: _largest_peak(cell, name) for name in [ENGINE, *cell.rivals]},
+        loss_difference=max(differences),
         ratios=ratios,
     )
 
 
-def time_sides(rank: int, store: str, cell: Cell, num_rounds: int, block_steps: int) -> dict[str, Any]:
+def time_sides(rank: int, store: str, cell: Cell, launch: int, num_rounds: int, block_steps: int) -> dict[str, Any]:
     """On each rank: the first losses of each side, then its seconds per step in each round."""
-    sides = build_sides(cell, rank, store, [ENGINE, *cell.rivals])
+    draw = random.Random(launch)  # the same order on every rank
+    names = draw.sample([ENGINE, *cell.rivals], 1 + len(cell.rivals))
+    sides = build_sides(cell, rank, store, names)
     losses = {name: _first_losses(side) for name, side in sides.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    draw = random.Random(SEED)  # the same order on every rank
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     next_step = NUM_COMPARED_STEPS + 1
     gc.disable()  # garbage is collected between the blocks, so that no side pays for the other's
     for _ in range(num_rounds + 1):
-        for name in draw.sample(list(sides), len(sides)):
+        for name in draw.sample(names, len(names)):
             gc.collect()
             seconds[name].append(_time_block(sides[name], next_step, block_steps) / block_steps)
         next_step += block_steps
@@ -148,6 +157,11 @@ def peak_of_side(rank: int, store: str, cell: Cell, name: str) -> int:
         side.step(index)
     _leave()
     return peak_resident_bytes()
+
+
+def median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """The median of the ratios of what was measured side by side."""
+    return statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
 
 
 def loss_difference(losses: Mapping[str, Sequence[float]]) -> float:
@@ -177,6 +191,11 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
             f"{each.loss_difference:.0e}",
         )
     Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds of each round; a step takes as long as its slowest rank."""
+    return [max(each) for each in zip(*ranks, strict=True)]
 
 
 def _largest_peak(cell: Cell, name: str) -> int:
