@@ -21,7 +21,9 @@ def apply_update(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], 
         return
     decides_in_kernel = isinstance(optimizer, torch.optim.Adam)
     try:
-        optimizer.grad_scale = (1.0 / factor).float()  # type: ignore[attr-defined]
+        # A kernel that scales writes every gradient back. On a CPU a look costs nothing, and may save that.
+        unscaled = norm.device.type == "cpu" and bool(factor == 1)
+        optimizer.grad_scale = None if unscaled else (1.0 / factor).float()  # type: ignore[attr-defined]
         if decides_in_kernel:
             optimizer.found_inf = torch.isfinite(norm).logical_not().float()  # type: ignore[attr-defined]
         # Fused SGD would skip too, but a skip at its first step leaves its momentum uninitialised.
