@@ -265,6 +265,7 @@ def _join_group(call: _Call) -> None:
         dist.init_process_group(
             "gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=call.group_timeout
         )
+        dist.barrier()  # a rank that leaves at once would close connections that slower ones are still making
 
 
 def _pack_error(rank: int, error: BaseException) -> bytes:

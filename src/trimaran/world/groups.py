@@ -111,7 +111,7 @@ def open_world(
         _meet(environment, backend, chosen, timeout_seconds)
         mesh = init_device_mesh(chosen.type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=AXES)
         agreement = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-    return World(
+    world = World(
         rank=rank,
         size=num_procs,
         local_rank=local_rank,
@@ -122,6 +122,8 @@ def open_world(
         mesh=mesh,
         agreement=agreement,
     )
+    _wait_until_connected(world)
+    return world
 
 
 def close_world() -> None:
@@ -134,7 +136,7 @@ def join_default_group(layout: ResolvedLayout, device: torch.device) -> World:
     """The world of a process that has already joined torch's default group, as in a caller's own script."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=AXES)
-    return World(
+    world = World(
         rank=rank,
         size=size,
         local_rank=rank,
@@ -145,6 +147,17 @@ def join_default_group(layout: ResolvedLayout, device: torch.device) -> World:
         mesh=mesh,
         agreement=dist.new_group(backend="gloo"),
     )
+    _wait_until_connected(world)
+    return world
+
+
+def _wait_until_connected(world: World) -> None:
+    """Keeps a rank that leaves at once from closing connections that slower ones are still making.
+
+    gloo returns from making a group when this rank's own connections stand; a peer that is still at its own then fails
+    with "Connection closed by peer".
+    """
+    world.barrier()
 
 
 def _meet(environment: WorkerEnvironment, backend: str, device: torch.device, timeout_seconds: float) -> None:
