@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -28,6 +29,16 @@ class RunOptions:
     """Processes that load data, for each rank; 0 loads in the training process."""
     track: tuple[Tracker, ...] = ()
     """Experiment trackers that receive each step's figures; each is an extra, and configured as it documents."""
+    save_every: str = "10min"
+    """Save a checkpoint this often: "10min", "200steps", both as "10min 200steps", or "never"; always at the end."""
+    keep_last: int | Literal["all"] = 2
+    """Keep so many of the newest checkpoints, and delete older ones."""
+    keep_every: str | None = None
+    """Besides the newest, keep for good the checkpoints at every multiple of this, as "1000steps" or "1epoch"."""
+    keep_best: str | None = None
+    """Save after each best evaluation, and keep that checkpoint: "loss", or a metric as "accuracy:max"."""
+    drill: tuple[str, ...] = ()
+    """Rehearse a fault, as "kill rank=1 step=7 phase=save:before-manifest"; each fires once in a run."""
 
     def __post_init__(self) -> None:
         if self.device not in get_args(Device):
@@ -45,6 +56,7 @@ class RunOptions:
                 raise UsageError(
                     f"track={name!r} is unknown.", f"Known: {', '.join(get_args(Tracker))}.", "Give one of them."
                 )
+        self._check_saving()
         if self.log_every < 1:
             raise UsageError(f"log_every={self.log_every}.", "It counts steps.", "Give 1 or more.")
         every = self.evaluation_interval
@@ -59,3 +71,57 @@ class RunOptions:
     def evaluation_interval(self) -> Duration | None:
         """`evaluate_every`, parsed."""
         return None if self.evaluate_every is None else parse_duration(self.evaluate_every)
+
+    @property
+    def save_intervals(self) -> tuple[Duration, ...]:
+        """`save_every`, parsed: wall time, steps or epochs, or both; empty for never."""
+        if self.save_every.strip() == "never":
+            return ()
+        return tuple(parse_duration(each) for each in re.split(r"[\s,+]+(?=[0-9.])", self.save_every.strip()))
+
+    @property
+    def kept_interval(self) -> Duration | None:
+        """`keep_every`, parsed."""
+        return None if self.keep_every is None else parse_duration(self.keep_every)
+
+    @property
+    def best_figure(self) -> tuple[str, Literal["min", "max"]] | None:
+        """`keep_best` as (name of the figure, whether the smallest or the largest is best)."""
+        if self.keep_best is None:
+            return None
+        name, colon, side = self.keep_best.partition(":")
+        if not name or (side not in ("min", "max") if colon else name != "loss"):
+            raise UsageError(
+                f"keep_best={self.keep_best!r}.",
+                "A loss is best where it is least; of a metric only you know.",
+                'Write "loss", or the metric with its better side, as "accuracy:max" or "perplexity:min".',
+            )
+        return name, "max" if side == "max" else "min"
+
+    def _check_saving(self) -> None:
+        intervals = self.save_intervals
+        kinds = ["wall time" if each.seconds is not None else "steps" for each in intervals]
+        if len(kinds) != len(set(kinds)) or any(each.fraction is not None for each in intervals):
+            raise UsageError(
+                f"save_every={self.save_every!r}.",
+                "A run saves by wall time, by steps, or by one of each.",
+                'Write, for example, "10min", "200steps" or "10min 200steps".',
+            )
+        if any(each.seconds == 0 or each.steps == 0 or each.epochs == 0 for each in intervals):
+            raise UsageError(
+                f"save_every={self.save_every!r} is no time at all.", "It is a span.", 'Give "never" to save nothing.'
+            )
+        if self.keep_last != "all" and self.keep_last < 1:
+            raise UsageError(
+                f"keep_last={self.keep_last}.",
+                "The newest checkpoint is never deleted: the run continues from it.",
+                'Give 1 or more, or "all".',
+            )
+        kept = self.kept_interval
+        if kept is not None and (kept.seconds is not None or kept.fraction is not None or 0 in (kept.steps, kept.epochs)):
+            raise UsageError(
+                f"keep_every={self.keep_every!r}.",
+                "Which checkpoints are kept for good goes by their steps.",
+                'Give steps or epochs, such as "1000steps".',
+            )
+        _ = self.best_figure

@@ -146,7 +146,7 @@ def events_of_a_step() -> list[str]:
     layout = Layout(precision="fp64", micro_batch=1).resolve(world_size=2, global_batch=6)
     events: list[str] = []
     with buckets_of(400):
-        engine = build_engine(job, layout, join(layout), Phases(observers=[events.append]))
+        engine = build_engine(job, layout, join(layout), Phases(observers=[lambda moment: events.append(moment.point)]))
     _, loader, _ = start(job, micro_batch=1)
     batch = next(iter(loader))
     with recorded(events):

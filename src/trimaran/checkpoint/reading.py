@@ -1,0 +1,114 @@
+"""A checkpoint as it lies on disk: its manifest, its files verified, and any box of any tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trimaran.checkpoint.shard_file import DTYPES, digest_file
+from trimaran.errors import CheckpointError
+from trimaran.records import Manifest, PartRecord, StateRecord, read_manifest, read_state
+
+_MOST_THREADS = 8
+
+
+def read_whole_manifest(folder: Path) -> tuple[Manifest, StateRecord]:
+    """Manifest and state of a checkpoint all of whose files are there in their sizes; no tensor is read.
+
+    Raises CheckpointError that says what is wrong with it.
+    """
+    if folder.is_symlink():
+        raise _refusal(folder, "is a link")
+    manifest = read_manifest(folder)
+    for name, file in manifest.files.items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise _refusal(path, "is a link" if path.is_symlink() else "is missing")
+        if (found := path.stat().st_size) != file.num_bytes:
+            raise _refusal(path, f"has {found} bytes; it was written with {file.num_bytes}")
+    state = read_state(folder)
+    if state.step != manifest.step:
+        raise _refusal(folder, f"has state of step {state.step} and a manifest of step {manifest.step}")
+    return manifest, state
+
+
+def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> None:
+    """Raises CheckpointError for the first of these files whose bytes are not those that were written."""
+    with ThreadPoolExecutor(min(_MOST_THREADS, max(1, torch.get_num_threads()))) as threads:
+        for name, found in zip(names, threads.map(lambda name: digest_file(folder / name), names), strict=True):
+            if found != manifest.files[name]:
+                raise _refusal(folder / name, f"has SHA-256 {found.sha256[:12]}…, not {manifest.files[name].sha256[:12]}…")
+
+
+@dataclass(frozen=True)
+class CheckpointReader:
+    """Reads tensors of a verified checkpoint, each part only as far as it is asked for."""
+
+    folder: Path
+    manifest: Manifest
+    _files: ExitStack
+    _open: dict[str, Any] = field(default_factory=dict)
+
+    def find(self, name: str) -> str | None:
+        """The name under which a tensor was saved, which for a tied one may be another's; None where it was not."""
+        return name if name in self.manifest.tensors else self.manifest.aliases.get(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The saved type of the numbers."""
+        return DTYPES[self.manifest.tensors[name].dtype]
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        shape = self.manifest.tensors[name].shape
+        return self.read_box(name, (0,) * len(shape), shape)
+
+    def read_box(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The numbers from `offset` on in `shape`, on the CPU, in their saved type."""
+        record = self.manifest.tensors[name]
+        box = torch.empty(tuple(shape), dtype=DTYPES[record.dtype])
+        for part in record.parts:
+            common = [
+                (max(start, wanted), min(start + size, wanted + length))
+                for start, size, wanted, length in zip(part.offset, part.shape, offset, shape, strict=True)
+            ]
+            if any(low >= high for low, high in common):
+                continue
+            target = tuple(slice(low - begin, high - begin) for (low, high), begin in zip(common, offset, strict=True))
+            source = tuple(slice(low - begin, high - begin) for (low, high), begin in zip(common, part.offset, strict=True))
+            box[target] = self._slice(part, source)
+        return box
+
+    def _slice(self, part: PartRecord, source: tuple[slice, ...]) -> Tensor:
+        path = self.folder / part.file
+        try:
+            if part.file not in self._open:
+                self._open[part.file] = self._files.enter_context(safe_open(path, framework="pt"))
+            held = self._open[part.file].get_slice(part.key)
+            if tuple(held.get_shape()) != part.shape:
+                raise _refusal(path, f"holds {part.key} in another shape than its manifest says")
+            whole = all(each == slice(0, size) for each, size in zip(source, part.shape, strict=True))
+            tensor: Tensor = self._open[part.file].get_tensor(part.key) if whole else held[source]
+            return tensor
+        except (SafetensorError, OSError) as problem:
+            raise _refusal(path, f"cannot be read: {problem}") from problem
+
+
+@contextmanager
+def open_checkpoint(folder: Path, manifest: Manifest) -> Iterator[CheckpointReader]:
+    """Opens a checkpoint for reading; files are opened as they are needed."""
+    with ExitStack() as files:
+        yield CheckpointReader(folder, manifest, files)
+
+
+def _refusal(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} {what}.", "A checkpoint is read whole, as it was written, or not at all.", "Use another checkpoint."
+    )
