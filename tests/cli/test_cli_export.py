@@ -76,7 +76,7 @@ def test_the_trained_part(run: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [
-        (["run"], 2, "out"),
+        (["run"], 2, "Missing from trimaran export: OUT"),
         (["nowhere", "out"], 2, "nowhere does not exist."),
         (["run@7", "out"], 1, "It has those of 100, 200."),
         (["run", "run"], 2, "run exists."),

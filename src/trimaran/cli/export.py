@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -23,9 +23,9 @@ _PROGRAM = "trimaran export"
 class Export:
     """Write the weights of a checkpoint as safetensors, whatever layout saved it. Nothing is overwritten."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN[@STEP]")]
     """The run's directory; RUN@STEP is its checkpoint of that step, without @STEP the newest valid one."""
-    out: tyro.conf.Positional[Path]
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """A new file, where the name ends in .safetensors; otherwise a new folder."""
     hf: bool = False
     """Add what from_pretrained reads beside the weights; with --trainable, write the adapters of a PEFT model."""
