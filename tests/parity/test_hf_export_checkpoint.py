@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    CompileConfig,
     MixtralConfig,
     MixtralForCausalLM,
     T5Config,
@@ -110,6 +111,7 @@ def test_configurations_are_those_of_save_pretrained(model: Callable[[], nn.Modu
     ours = built(model)
     if getattr(ours, "generation_config", None) is not None:
         ours.generation_config.max_new_tokens = 5
+        ours.generation_config.compile_config = CompileConfig()
     described = describe_hugging_face(ours)
     ours.save_pretrained(tmp_path / "theirs")
     assert described == {"files": json_files(tmp_path / "theirs")}
