@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trimaran.checkpoint.parts import local_part
 from trimaran.checkpoint.shard_file import DTYPES, digest_file
 from trimaran.errors import CheckpointError
 from trimaran.records import Manifest, PartRecord, StateRecord, read_manifest, read_state
@@ -61,14 +62,24 @@ class CheckpointReader:
         """The name under which a tensor was saved, which for a tied one may be another's; None where it was not."""
         return name if name in self.manifest.tensors else self.manifest.aliases.get(name)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole tensor's shape, with complex numbers as pairs."""
+        return self.manifest.tensors[name].shape
+
     def dtype(self, name: str) -> torch.dtype:
         """The saved type of the numbers."""
         return DTYPES[self.manifest.tensors[name].dtype]
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU."""
-        shape = self.manifest.tensors[name].shape
-        return self.read_box(name, (0,) * len(shape), shape)
+        """The whole tensor, on the CPU, complex where it was."""
+        record = self.manifest.tensors[name]
+        tensor = self.read_box(name, (0,) * len(record.shape), record.shape)
+        return torch.view_as_complex(tensor) if record.is_complex else tensor
+
+    def read_into(self, target: Tensor, name: str) -> None:
+        """Fills this rank's part of `target`, which has the whole tensor's shape, in its own type."""
+        local, offset = local_part(target)
+        local.copy_(self.read_box(name, offset, local.shape))
 
     def read_box(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The numbers from `offset` on in `shape`, on the CPU, in their saved type."""
