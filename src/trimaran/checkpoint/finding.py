@@ -75,33 +75,32 @@ def read_checkpoint(folder: Path, lineage: Lineage) -> Checkpoint:
 def find_checkpoint(
     run: Path,
     lineage: Lineage,
+    steps: Sequence[int],
     *,
-    step: int | None = None,
-    verify: Callable[[Checkpoint], None] | None = None,
+    share: tuple[int, int] = (0, 1),
+    agree: Callable[[str], str] = lambda fault: fault,
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that counts and whose bytes are as they were written, or that of `step`; and why others not.
+    """The first of these steps whose checkpoint counts and has the bytes that were written; and why others have not.
 
-    None where there is none. `verify` raises CheckpointError for one whose bytes changed; by default this process
-    reads all of them.
+    None where there is none. `share` (index, of how many) is the part of the files that this process verifies, and
+    `agree` tells it the first fault that any of them found ("" for none): all then find the same. All call it alike.
     """
     refused: list[str] = []
-    for each in list_steps(run) if step is None else [step]:
-        folder = checkpoint_folder(run, each)
+    for step in steps:
+        found, fault = None, ""
         try:
-            found = read_checkpoint(folder, lineage)
-            (verify or verify_whole)(found)
-            return found, refused
+            found = read_checkpoint(checkpoint_folder(run, step), lineage)
+            verify_files(found.folder, found.manifest, _deal_files(found.manifest, *share))
         except CheckpointError as problem:
-            refused.append(problem.value)
+            fault = problem.value
+        fault = agree(fault)
+        if not fault:
+            return found, refused
+        refused.append(fault)
     return None, refused
 
 
-def verify_whole(checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError for the first file whose bytes are not those that were written."""
-    verify_files(checkpoint.folder, checkpoint.manifest, list(checkpoint.manifest.files))
-
-
-def deal_files(manifest: Manifest, num_shares: int, share: int) -> list[str]:
+def _deal_files(manifest: Manifest, share: int, num_shares: int) -> list[str]:
     """One share of a checkpoint's files, so that all shares have alike many bytes."""
     loads = [0] * num_shares
     mine = []

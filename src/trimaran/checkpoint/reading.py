@@ -46,7 +46,9 @@ def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> None
     with ThreadPoolExecutor(min(_MOST_THREADS, max(1, torch.get_num_threads()))) as threads:
         for name, found in zip(names, threads.map(lambda name: digest_file(folder / name), names), strict=True):
             if found != manifest.files[name]:
-                raise _refusal(folder / name, f"has SHA-256 {found.sha256[:12]}…, not {manifest.files[name].sha256[:12]}…")
+                raise _refusal(
+                    folder / name, f"has SHA-256 {found.sha256[:12]}…, not {manifest.files[name].sha256[:12]}…"
+                )
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ class CheckpointReader:
             if any(low >= high for low, high in common):
                 continue
             target = tuple(slice(low - begin, high - begin) for (low, high), begin in zip(common, offset, strict=True))
-            source = tuple(slice(low - begin, high - begin) for (low, high), begin in zip(common, part.offset, strict=True))
+            source = tuple(
+                slice(low - begin, high - begin) for (low, high), begin in zip(common, part.offset, strict=True)
+            )
             box[target] = self._slice(part, source)
         return box
 

@@ -101,7 +101,11 @@ class Saver:
         return self._error is not None
 
     def save(
-        self, collect: Callable[[], NamedState], describe: Callable[[NamedState], StateRecord], *, blocking: bool = False
+        self,
+        collect: Callable[[], NamedState],
+        describe: Callable[[NamedState], StateRecord],
+        *,
+        blocking: bool = False,
     ) -> str:
         """Saves what `collect` gives, in the background unless `blocking`. Every rank must call it.
 

@@ -106,7 +106,7 @@ def name_checkpoint(step: int) -> str:
 
 def to_text(record: Manifest | StateRecord) -> str:
     """The file's content. Raises ValueError for a number that JSON does not know."""
-    return json.dumps(asdict(record), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(asdict(record), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -63,9 +63,7 @@ class World:
         places = ((rank, place_of(rank, dp=dp, tp=tp)) for rank in range(self.size))
         same = axes | {"pp"}
         return tuple(
-            rank
-            for rank, place in places
-            if all(getattr(place, axis) == getattr(self.place, axis) for axis in same)
+            rank for rank, place in places if all(getattr(place, axis) == getattr(self.place, axis) for axis in same)
         )
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
