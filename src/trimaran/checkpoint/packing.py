@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -29,9 +29,9 @@ def pack(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     for name, kind in _CONTAINERS.items():
         if type(value) is not kind:
             continue
-        if kind is dict and not all(isinstance(each, str) for each in value):
+        if kind is dict and not all(isinstance(each, str) for each in iter(value)):
             break
-        entries = value.items() if kind is dict else enumerate(value)
+        entries: Iterable[tuple[Any, Any]] = value.items() if kind is dict else enumerate(value)
         packed = [[str(each), pack(inner, f"{key}.{each}", tensors)] for each, inner in entries]
         return {name: packed}
     raise CheckpointError(

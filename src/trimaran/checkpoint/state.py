@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trimaran.checkpoint.packing import pack, unpack
-from trimaran.checkpoint.parts import local_part, whole_shape
+from trimaran.checkpoint.parts import whole_shape
 from trimaran.checkpoint.reading import CheckpointReader
 from trimaran.errors import CheckpointError
 
@@ -68,26 +69,28 @@ class StateNames:
         for name, value in extra.items():
             within: dict[str, Tensor] = {}
             state.model[name] = pack(value, name, within)
-            state.tensors |= {MODEL + key: tensor for key, tensor in within.items()}
+            state.tensors.update({MODEL + key: tensor for key, tensor in within.items()})
 
     def _collect_optimizer(self, state: NamedState) -> None:
         tensors: dict[str, Tensor] = {}
         parameters: dict[str, Any] = {}
         shared: dict[str, Any] = {}
         for owner, entries in self._optimizer.state.items():
-            name = self._names.get(owner) if isinstance(owner, Tensor) else None
-            if name is None and not isinstance(owner, str):
+            owner_key: Any = owner  # torch says Tensor; some optimizers keep what is shared under a string
+            name = self._names.get(owner_key)
+            if name is None and not isinstance(owner_key, str):
                 raise CheckpointError(
                     f"{type(self._optimizer).__name__} keeps state for {_describe(owner)}.",
                     "Optimizer state is saved by the names of the model's parameters.",
                     "Use an optimizer that keeps its state by parameter.",
                 )
             packed = pack(dict(entries) if name is not None else entries, name or f"*{owner}", tensors)
-            (parameters if name is not None else shared)[name or owner] = packed
+            (parameters if name is not None else shared)[name or owner_key] = packed
         changed = []
         for group, before in zip(self._optimizer.param_groups, self._options, strict=True):
             names = [self._names[each] for each in group["params"]]
-            now = self._pack_options(group, within := {})
+            within: dict[str, Tensor] = {}
+            now = self._pack_options(group, within)
             values = {key: value for key, value in now.items() if value != before.get(key) or key in within}
             if values and names:
                 tensors |= {f"{names[0]}.{key}": each for key, each in within.items()}
@@ -115,11 +118,11 @@ class StateNames:
             parameter = of_name[name]
             group = next(each for each in optimizer.param_groups if any(one is parameter for one in each["params"]))
             on_host = not (group.get("fused") or group.get("capturable"))
-            optimizer.state[parameter] = unpack(
-                packed, lambda key, p=parameter, h=on_host: _read_beside(reader, OPTIMIZER + key, p, step_on_host=h)
-            )
+            read = partial(_read_beside, reader, parameter=parameter, step_on_host=on_host)
+            optimizer.state[parameter] = unpack(packed, read)
         for key, packed in values["shared"].items():
-            optimizer.state[key] = unpack(packed, lambda name: reader.read(OPTIMIZER + name))  # type: ignore[index]
+            shared_key: Any = key
+            optimizer.state[shared_key] = unpack(packed, lambda name: reader.read(OPTIMIZER + name))
         for group in optimizer.param_groups:
             names = {self._names[each] for each in group["params"]}
             for saved in values["groups"]:
@@ -175,18 +178,19 @@ def restore_model(model: nn.Module, reader: CheckpointReader, extra: Mapping[str
         model.load_state_dict(values, strict=False)
 
 
-def _read_beside(reader: CheckpointReader, name: str, parameter: Tensor, *, step_on_host: bool) -> Tensor:
+def _read_beside(reader: CheckpointReader, key: str, *, parameter: Tensor, step_on_host: bool) -> Tensor:
     """A tensor of a parameter's state: cut, strided and placed like the parameter where it has its shape.
 
     It keeps its type, except that one which had the parameter's type has it still where that is now another
     (fp32 continued as fp64). A count of steps stays on the host where torch's optimizers keep it there.
     """
+    name = OPTIMIZER + key
     dtype, shape = reader.dtype(name), reader.shape(name)
-    if name.endswith(".step") and shape == ():
+    if key.endswith(".step") and shape == ():
         return reader.read(name).to("cpu" if step_on_host else parameter.device)
     if shape != whole_shape(parameter):
         return reader.read(name).to(parameter.device)
-    saved_as = reader.find(MODEL + name[len(OPTIMIZER) :].rpartition(".")[0])
+    saved_as = reader.find(MODEL + key.rpartition(".")[0])
     if saved_as is not None and reader.dtype(saved_as) == dtype and dtype.is_floating_point:
         dtype = parameter.dtype
     # Strides too: fused kernels go through parameter and state side by side, and do not look at strides.

@@ -35,7 +35,6 @@ from trimaran.world.device import find_local_chip, set_numerics
 from trimaran.world.environment import discover
 from trimaran.world.groups import World, close_world, open_world
 
-
 _EVENTS: Mapping[Way, str] = {
     "new": "started",
     "again": "started",

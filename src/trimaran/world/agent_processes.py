@@ -251,5 +251,6 @@ def _dies_with_parent() -> Callable[[], None] | None:
 
 def _set_parent_death_signal(prctl: Callable[[int, int], int], parent_pid: int) -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save would end a worker that does not train yet
     if os.getppid() != parent_pid:  # the launcher died before it was asked for
         os.kill(os.getpid(), signal.SIGKILL)

@@ -36,7 +36,7 @@ def start_workers(
     of ours that all ranks report alike is raised as it is. Raises UsageError for a taken port.
 
     SIGINT and SIGTERM are passed on to the workers once and waited for; a second SIGINT kills them. SIGUSR1, a request
-    to save, is passed on each time, once the workers train: before, it would end them. Workers die with
+    to save, is passed on each time. Workers die with
     this process, even when it is killed. Call from the main thread, in the process that the user started.
 
     What is used of torch.distributed.elastic is the agent (`SimpleElasticAgent`): its loop and its restarts, with
