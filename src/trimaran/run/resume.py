@@ -119,7 +119,9 @@ def find_beginning(
         raise _nothing_to_begin_from(seen, refused)
     if found is None:
         return replace(begins, way="again")
-    return replace(begins, checkpoint=found, passed_over=refused)
+    # Of a source without a step, the newest by now: a start that was killed before it saved begins there again.
+    origin = {**seen.origin, "step": found.step} if seen.way != "resumed" else seen.origin
+    return replace(begins, checkpoint=found, passed_over=refused, origin=origin)
 
 
 def restore(beginning: Beginning, engine: Engine, names: StateNames) -> None:
@@ -140,8 +142,7 @@ def restore(beginning: Beginning, engine: Engine, names: StateNames) -> None:
 
 def take_over(directory: RunDirectory, beginning: Beginning) -> None:
     """Makes the run's records end where it begins, and clears what killed saves left. On rank 0, before step 1."""
-    if beginning.way in ("resumed", "again"):
-        directory.take_over(beginning.step)
+    directory.take_over(beginning.step)
     folder = directory.path / CHECKPOINTS_FOLDER
     if folder.is_dir():
         discard_leftovers(folder)
