@@ -118,7 +118,9 @@ class RunOptions:
                 'Give 1 or more, or "all".',
             )
         kept = self.kept_interval
-        if kept is not None and (kept.seconds is not None or kept.fraction is not None or 0 in (kept.steps, kept.epochs)):
+        if kept is not None and (
+            kept.seconds is not None or kept.fraction is not None or 0 in (kept.steps, kept.epochs)
+        ):
             raise UsageError(
                 f"keep_every={self.keep_every!r}.",
                 "Which checkpoints are kept for good goes by their steps.",
