@@ -81,7 +81,14 @@ class RunOptions:
         """`save_every`, parsed: wall time, steps or epochs, or both; empty for never."""
         if self.save_every.strip() == "never":
             return ()
-        return tuple(parse_duration(each) for each in re.split(r"[\s,+]+(?=[0-9.])", self.save_every.strip()))
+        try:
+            return tuple(parse_duration(each) for each in re.split(r"[\s,+]+(?=[0-9.])", self.save_every.strip()))
+        except UsageError as problem:
+            raise UsageError(
+                f"save_every={self.save_every!r}: {problem.value}",
+                problem.rule,
+                'Write, for example, "10min", "200steps", "10min 200steps" or "never".',
+            ) from None
 
     @property
     def kept_interval(self) -> Duration | None:

@@ -169,16 +169,16 @@ def build_drills(texts: Sequence[str], *, rank: int, world_size: int, marks: Pat
     """
     drills = [parse_drill(text) for text in texts]
     seen: set[str] = set()
-    for drill in drills:
+    for text, drill in zip(texts, drills, strict=True):
         if drill.rank is not None and drill.rank >= world_size:
             raise UsageError(
-                f'drill "{drill}": there is no rank {drill.rank}.',
+                f'drill "{text}": there is no rank {drill.rank}.',
                 f"Ranks count from 0, and this run has {world_size}.",
                 "Give one of them, or rank=all.",
             )
         marked = {drill.mark(each) for each in drill.ranks(world_size)}
         if marked & seen:
-            raise UsageError(f'drill "{drill}" is given twice.', "A drill fires once in a run.", "Drop one of them.")
+            raise UsageError(f'drill "{text}" is given twice.', "A drill fires once in a run.", "Drop one of them.")
         seen |= marked
     return Drills(drills, rank=rank, world_size=world_size, marks=marks) if drills else None
 

@@ -265,6 +265,7 @@ thread.join()
 def test_stop_suspends_the_process_until_it_is_continued() -> None:
     environ = os.environ | {"PYTHONPATH": str(SOURCE)}
     child = subprocess.Popen([sys.executable, "-c", STOP_IN_A_THREAD], env=environ, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
     try:
         _, status = os.waitpid(child.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
@@ -287,7 +288,8 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(3, 4), nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).tanh())
+        y: Tensor = self.down(self.up(x).tanh())
+        return y
 
 
 def nan_run(texts: list[str], marks: Path | None) -> tuple[list[bool], list[bool], Tensor]:
