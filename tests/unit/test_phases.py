@@ -25,7 +25,9 @@ def test_seconds_add_up_per_phase_and_start_anew() -> None:
 
 def test_observers_hear_of_a_phase_before_it_runs() -> None:
     heard: list[str] = []
-    phases = Phases(observers=(lambda moment: heard.append(moment.point), lambda moment: heard.append(f"also {moment.point}")))
+    phases = Phases(
+        observers=(lambda moment: heard.append(moment.point), lambda moment: heard.append(f"also {moment.point}"))
+    )
     with phases("update"):
         heard.append("inside")
     assert heard == ["update", "also update", "inside"]

@@ -1,7 +1,44 @@
 """Weights and state on disk."""
 
+from trimaran.checkpoint.finding import (
+    Checkpoint,
+    Lineage,
+    checkpoint_folder,
+    describe_steps,
+    find_checkpoint,
+    list_steps,
+    read_checkpoint,
+)
+from trimaran.checkpoint.reading import open_checkpoint, verify_files
+from trimaran.checkpoint.retention import Retention, delete_old
 from trimaran.checkpoint.safetensors_folder import digest_files
 from trimaran.checkpoint.save import save_trained_weights, save_weights
+from trimaran.checkpoint.saving import Owner, Saved, Saver, discard_leftovers
+from trimaran.checkpoint.state import NamedState, StateNames, restore_model
 from trimaran.checkpoint.weights import LoadedWeights, load_weights
 
-__all__ = ["LoadedWeights", "digest_files", "load_weights", "save_trained_weights", "save_weights"]
+__all__ = [
+    "Checkpoint",
+    "Lineage",
+    "LoadedWeights",
+    "NamedState",
+    "Owner",
+    "Retention",
+    "Saved",
+    "Saver",
+    "StateNames",
+    "checkpoint_folder",
+    "delete_old",
+    "describe_steps",
+    "digest_files",
+    "discard_leftovers",
+    "find_checkpoint",
+    "list_steps",
+    "load_weights",
+    "open_checkpoint",
+    "read_checkpoint",
+    "restore_model",
+    "save_trained_weights",
+    "save_weights",
+    "verify_files",
+]

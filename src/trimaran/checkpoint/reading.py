@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trimaran.checkpoint.parts import local_part
 from trimaran.checkpoint.shard_file import DTYPES, digest_file
 from trimaran.errors import CheckpointError
 from trimaran.records import Manifest, PartRecord, StateRecord, read_manifest, read_state
@@ -45,7 +46,9 @@ def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> None
     with ThreadPoolExecutor(min(_MOST_THREADS, max(1, torch.get_num_threads()))) as threads:
         for name, found in zip(names, threads.map(lambda name: digest_file(folder / name), names), strict=True):
             if found != manifest.files[name]:
-                raise _refusal(folder / name, f"has SHA-256 {found.sha256[:12]}…, not {manifest.files[name].sha256[:12]}…")
+                raise _refusal(
+                    folder / name, f"has SHA-256 {found.sha256[:12]}…, not {manifest.files[name].sha256[:12]}…"
+                )
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,24 @@ class CheckpointReader:
         """The name under which a tensor was saved, which for a tied one may be another's; None where it was not."""
         return name if name in self.manifest.tensors else self.manifest.aliases.get(name)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole tensor's shape, with complex numbers as pairs."""
+        return self.manifest.tensors[name].shape
+
     def dtype(self, name: str) -> torch.dtype:
         """The saved type of the numbers."""
         return DTYPES[self.manifest.tensors[name].dtype]
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU."""
-        shape = self.manifest.tensors[name].shape
-        return self.read_box(name, (0,) * len(shape), shape)
+        """The whole tensor, on the CPU, complex where it was."""
+        record = self.manifest.tensors[name]
+        tensor = self.read_box(name, (0,) * len(record.shape), record.shape)
+        return torch.view_as_complex(tensor) if record.is_complex else tensor
+
+    def read_into(self, target: Tensor, name: str) -> None:
+        """Fills this rank's part of `target`, which has the whole tensor's shape, in its own type."""
+        local, offset = local_part(target)
+        local.copy_(self.read_box(name, offset, local.shape))
 
     def read_box(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The numbers from `offset` on in `shape`, on the CPU, in their saved type."""
@@ -82,7 +95,9 @@ class CheckpointReader:
             if any(low >= high for low, high in common):
                 continue
             target = tuple(slice(low - begin, high - begin) for (low, high), begin in zip(common, offset, strict=True))
-            source = tuple(slice(low - begin, high - begin) for (low, high), begin in zip(common, part.offset, strict=True))
+            source = tuple(
+                slice(low - begin, high - begin) for (low, high), begin in zip(common, part.offset, strict=True)
+            )
             box[target] = self._slice(part, source)
         return box
 

@@ -151,7 +151,7 @@ def _chunks(tensor: Tensor, entry: Entry) -> Iterable[memoryview]:
         raise ValueError(f"{entry.key} is {tensor.dtype} {tuple(tensor.shape)}, announced as {entry}")
     if entry.num_bytes == 0:
         return
-    whole = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).cast("B")
+    whole: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(whole), _CHUNK_BYTES):
         yield whole[start : start + _CHUNK_BYTES]
 

@@ -211,7 +211,7 @@ def _flag_names(kind: type[Any]) -> set[str]:
         if is_dataclass(inner):
             names |= _flag_names(inner)  # type: ignore[arg-type]
         elif tyro.conf.Positional not in getattr(hint, "__metadata__", ()):
-            names.add(each.name)
+            names.add(each.name.removesuffix("_"))  # from_ is --from
     return names
 
 

@@ -35,6 +35,10 @@ class Train:
     """How the job is spread, such as "dp=2 micro_batch=8 precision=bf16"."""
     run: Path | None = None
     """The run's directory; without it a new one under runs/."""
+    fork: str | None = None
+    """Begin from another run's whole state, changed as this command says: RUN, or RUN@step."""
+    from_: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    """Begin from another run's weights alone: RUN, or RUN@step."""
     steps: int | None = None
     """Optimizer steps, in place of the job's own length."""
     seed: int | None = None
@@ -67,6 +71,7 @@ class Train:
 def main(words: Sequence[str]) -> int:
     """Starts the workers and waits for them, or, as a worker or alone, trains. Returns the exit code."""
     require_job_first(words, _PROGRAM)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save has nothing to save yet
     environment = discover()
     if environment is not None:
         # One of several: Ctrl-C before the first step ends it even where it waits for the others in compiled code.
@@ -97,5 +102,13 @@ def _train(words: Sequence[str], environment: WorkerEnvironment | None) -> int:
         )
     job = call_job_function(function, arguments, path)
     job = job.with_overrides(steps=command.steps, seed=command.seed, global_batch=command.global_batch)
-    finished = train(job, command.layout, run=command.run, options=command.options, origin=Origin(path, arguments))
+    finished = train(
+        job,
+        command.layout,
+        run=command.run,
+        options=command.options,
+        origin=Origin(path, arguments),
+        fork=command.fork,
+        weights_from=command.from_,
+    )
     return STOPPED_AFTER_SAVING if finished.stopped else 0

@@ -30,25 +30,28 @@ def build_loader(
     dp_rank: int,
     micro_batch: int,
     first_step: int = 0,
+    shift: int = 0,
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> BatchLoader:
     """This rank's share of every global batch from `first_step` on; needs no other rank.
 
-    Step k covers positions [k · global_batch, (k + 1) · global_batch) of `order`, cut at `total_samples`. To evaluate:
-    Order(len(source), shuffle=False) and total_samples=len(source).
+    Step k covers positions [k · global_batch, (k + 1) · global_batch) of `order`, cut at `total_samples`, all of them
+    `shift` later where the steps before had another size. To evaluate: Order(len(source), shuffle=False) and
+    total_samples=len(source).
     """
-    plan = _Plan(global_batch, total_samples, first_step, dp, dp_rank, micro_batch)
+    plan = _Plan(global_batch, total_samples, first_step, shift, dp, dp_rank, micro_batch)
     return BatchLoader(Fetch(source, choose_collate(source, collate), order), plan, num_workers, pin_memory)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which micro-batches a rank loads for which step. A run's whole data state is `first_step`."""
+    """Which micro-batches a rank loads for which step. A run's data state is `first_step`, and `shift` where forked."""
 
     global_batch: int
     total_samples: int
     first_step: int
+    shift: int
     dp: int
     dp_rank: int
     micro_batch: int
@@ -63,7 +66,7 @@ class _Plan:
 
     def slices(self, step: int) -> tuple[Slice, ...]:
         """This rank's micro-batches of a step."""
-        start = step * self.global_batch
+        start = step * self.global_batch + self.shift
         stop = start + self.num_samples(step)
         return deal(start=start, stop=stop, dp=self.dp, dp_rank=self.dp_rank, micro_batch=self.micro_batch)
 

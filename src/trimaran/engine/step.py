@@ -155,6 +155,10 @@ class Engine:
         self._unsettled = self.last_result
         return self.last_result
 
+    def settle(self) -> None:
+        """Takes in the outcome of the last step, so that `num_updates` and `loss_scale` are those of now."""
+        self._settle_previous()
+
     def evaluate(self, batches: Iterable[RankBatch]) -> dict[str, float]:
         """Loss and metrics over all batches and ranks, each its total over its weight, exactly.
 

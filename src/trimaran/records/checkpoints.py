@@ -52,11 +52,15 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A whole tensor: its parts fill it exactly. `dtype` in safetensors' words; a complex one is a pair at the end."""
+    """A whole tensor: its parts fill it exactly. `dtype` in safetensors' words.
+
+    A complex tensor is held as real ones, with the pair of real and imaginary part as its last dim.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[PartRecord, ...]
+    is_complex: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class StateRecord:
     """Where the run stood, apart from its tensors. Randomness is derived from seed and step, so there is none here.
 
     `position` counts the samples taken from the one global order; `num_updates` the steps that were not skipped,
-    which the schedule follows. `optimizer` holds what the optimizer keeps besides tensors.
+    which the schedule follows. `optimizer` holds what the optimizer keeps besides tensors, `model` what modules keep
+    as extra state. `trained` names the parameters that are trained.
     """
 
     step: int
@@ -85,6 +90,7 @@ class StateRecord:
     num_updates: int
     loss_scale: Mapping[str, float] | None
     optimizer: Mapping[str, Any]
+    model: Mapping[str, Any]
     trained: tuple[str, ...]
     layout: str
     time: str
@@ -100,7 +106,7 @@ def name_checkpoint(step: int) -> str:
 
 def to_text(record: Manifest | StateRecord) -> str:
     """The file's content. Raises ValueError for a number that JSON does not know."""
-    return json.dumps(asdict(record), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(asdict(record), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -137,6 +143,7 @@ def read_state(folder: Path) -> StateRecord:
             num_updates=_count(values["num_updates"]),
             loss_scale=_optional(_mapping, values["loss_scale"]),
             optimizer=_mapping(values["optimizer"]),
+            model=_mapping(values["model"]),
             trained=tuple(_text(name) for name in values["trained"]),
             layout=_text(values["layout"]),
             time=_text(values["time"]),
@@ -247,7 +254,7 @@ def _tensor(values: Any) -> TensorRecord:
         PartRecord(_file_name(each["file"]), _text(each["key"]), _counts(each["offset"]), _counts(each["shape"]))
         for each in _mapping(values)["parts"]
     )
-    return TensorRecord(dtype, _counts(values["shape"]), parts)
+    return TensorRecord(dtype, _counts(values["shape"]), parts, values["is_complex"] is True)
 
 
 def _file_name(value: Any) -> str:

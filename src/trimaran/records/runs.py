@@ -16,7 +16,7 @@ from typing import Any
 
 from trimaran.errors import RunError
 
-FORMAT = 1
+FORMAT = 2
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
@@ -51,7 +51,7 @@ class TimingRecord:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """Something that happened: started, evaluated, skipped, stopped, finished, failed."""
+    """Something that happened: started, resumed, forked, saved, skipped, stopped, finished, failed."""
 
     time: str
     event: str
@@ -69,9 +69,13 @@ class Derived:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything resolved when a run starts. Two runs are of one job when their `identity` is equal."""
+    """Everything resolved when a run starts. Two runs are of one job when their `identity` is equal.
+
+    `id` is the run's own, drawn when it first started; `origin` says from what other run it began, if any.
+    """
 
     name: str
+    id: str
     identity: Mapping[str, Any]
     layout: str
     options: Mapping[str, Any]
@@ -80,8 +84,8 @@ class RunRecord:
     versions: Mapping[str, str]
     git_commit: str | None = None
     job_file_sha256: str | None = None
+    origin: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
-    parameters: Mapping[str, list[int]] = field(default_factory=dict)
 
 
 def to_line(record: StepRecord | TimingRecord | EventRecord) -> str:
@@ -103,6 +107,31 @@ def read_events(path: Path) -> Iterator[EventRecord]:
     """The events of an events.jsonl, oldest first."""
     for values in _read_lines(path):
         yield EventRecord(**values)
+
+
+def cut_back(path: Path, step: int) -> int:
+    """Removes from a metrics.jsonl or timing.jsonl what lies after `step`, in one rename; returns how many steps stay.
+
+    A run that continues from a checkpoint makes those steps again. Does nothing where there is no such file.
+    """
+    if not path.exists():
+        return 0
+    kept = []
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):  # a torn write: what stands behind it is made again
+                break
+            kept.append(line)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return len(kept)
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:

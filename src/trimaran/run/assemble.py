@@ -7,16 +7,15 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from trimaran.batch import MicroBatch
-from trimaran.checkpoint import LoadedWeights, load_weights
+from trimaran.checkpoint import LoadedWeights, StateNames, load_weights
 from trimaran.data import BatchLoader, Order, build_loader
 from trimaran.engine import Engine, build_engine, predict_state_bytes, try_micro_batch
-from trimaran.errors import DataError
+from trimaran.errors import DataError, UsageError
 from trimaran.job import Job
 from trimaran.layout import Layout, ResolvedLayout
 from trimaran.options import RunOptions
@@ -29,10 +28,20 @@ from trimaran.run.describe import Origin, head_rows, identify, identify_paramete
 from trimaran.run.directory import RunDirectory, name_run
 from trimaran.run.finish import finish_run
 from trimaran.run.loop import Rates, Run, count_tokens
+from trimaran.run.resume import Source, Way, find_beginning, remaining_job, restore, take_over
+from trimaran.run.saving import Saving
 from trimaran.run.trackers import open_trackers
 from trimaran.world.device import find_local_chip, set_numerics
 from trimaran.world.environment import discover
 from trimaran.world.groups import World, close_world, open_world
+
+_EVENTS: Mapping[Way, str] = {
+    "new": "started",
+    "again": "started",
+    "resumed": "resumed",
+    "forked": "forked",
+    "from": "started",
+}
 
 
 def start(
@@ -42,12 +51,17 @@ def start(
     run: str | Path | None = None,
     options: RunOptions | None = None,
     origin: Origin | None = None,
+    fork: str | Path | None = None,
+    weights_from: str | Path | None = None,
 ) -> Run:
     """Opens a run of `job`: a context manager to iterate over, one global batch at a time.
 
     Started alone it is one process; under `trimaran train --procs`, torchrun or srun every process must call it.
-    `run` names its directory; None makes a new one. Raises TrimaranError for whatever does not fit, before step 1.
+    `run` names its directory, and continues what was started there; None makes a new one. `fork` begins from another
+    run's whole state, `weights_from` from its weights alone: "runs/a" for the newest checkpoint, "runs/a@200" for
+    that of step 200. Raises TrimaranError for whatever does not fit, before step 1.
     """
+    source = _source(fork, weights_from)
     options = options or RunOptions()
     origin = origin or Origin()
     wanted = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -67,13 +81,17 @@ def start(
         engine = build_engine(job, layout, world, phases, load_weights=_weights_loader(job, loaded))
         agree_on_weights(world, engine.model)
         identity |= {"parameters": identify_parameters(engine.model)}
-        on_first_rank(world, partial(_refuse_used, directory, identity))
-        loader = _training_loader(job, layout, world, options)
+        begins = find_beginning(world, directory, path, identity, source)
+        remaining, shift = remaining_job(job, begins)
+        loader = _training_loader(remaining, layout, world, options, first_step=begins.step, shift=shift)
         validation = None if job.valid is None else partial(_validation_loader, job, layout, world, options)
         first = _first_micro_batch(job, layout, world)
         trial = try_micro_batch(engine, first, job.input_keys)
         if validation is not None:
             _try_validation(engine, validation())
+        names = StateNames(engine.model, engine.optimizer)
+        names.collect()  # what cannot be saved is told now
+        restore(begins, engine, names)
         phases.take()
         state = predict_state_bytes(engine.model, engine.optimizer)
         num_tokens = count_tokens([first], job.input_keys) * job.global_batch // first.num_samples
@@ -81,25 +99,42 @@ def start(
         console = Console(active=world.rank == 0, log_every=options.log_every)
         console.head(
             title(job, engine.model, origin),
-            head_rows(job, layout, world, rate, state, path, num_tokens),
+            head_rows(remaining, layout, world, rate, state, path, num_tokens, begins.describe()),
         )
+        console.lines(begins.lines())
         console.lines(f"weights  {job.weights_in.path}: {each}" for each in loaded if job.weights_in)
         if trial.unused_parameters:
             console.lines(_describe_unused(trial.unused_parameters))
         console.lines(describe_unchecked(identity, origin, world.num_nodes))
-        record = record_run(job, layout, options, world, origin, identity, rate)
-        trackers = on_first_rank(world, partial(open_trackers, options.track, record, path, console.line))
+        record = record_run(remaining, layout, options, world, origin, identity, rate, begins.run_id, begins.origin)
+        trackers = on_first_rank(world, partial(open_trackers, options.track, record, path, console.line, begins.step))
         if trackers is not None:
             resources.callback(trackers.close)
         if directory is not None:
             directory.write_run(record)
-            directory.note("started", 0, str(layout))
+            take_over(directory, begins)
+            directory.note(_EVENTS[begins.way], begins.step, "; ".join([str(layout), *begins.lines()]))
         chip = find_local_chip(world.device, layout.precision)
         stop_request = StopRequest()
+        saving = Saving(
+            job=remaining,
+            options=options,
+            layout=str(layout),
+            world=world,
+            engine=engine,
+            names=names,
+            path=path,
+            directory=directory,
+            console=console,
+            phases=phases,
+            beginning=begins,
+            shift=shift,
+            request=stop_request,
+        )
         # From here on Ctrl-C asks to stop at a step's edge; before, there is nothing to save and it ends the start.
         resources.enter_context(stop_on_signals(stop_request))
         return Run(
-            job=job,
+            job=remaining,
             options=options,
             world=world,
             engine=engine,
@@ -111,6 +146,8 @@ def start(
             phases=phases,
             rates=Rates(trial.flops_per_sample, chip.peak(layout.precision) if chip else None),
             stop_request=stop_request,
+            saving=saving,
+            first_step=begins.step,
             resources=resources.pop_all(),
             finish=partial(finish_run, directory=directory, console=console, world=world, predicted=state),
         )
@@ -123,12 +160,26 @@ def train(
     run: str | Path | None = None,
     options: RunOptions | None = None,
     origin: Origin | None = None,
+    fork: str | Path | None = None,
+    weights_from: str | Path | None = None,
 ) -> Run:
     """Trains `job` to its end, or to an agreed stop, and returns the finished run with its last figures."""
-    with start(job, layout, run=run, options=options, origin=origin) as running:
+    with start(job, layout, run=run, options=options, origin=origin, fork=fork, weights_from=weights_from) as running:
         for batch in running:
             running.step(batch)
     return running
+
+
+def _source(fork: str | Path | None, weights_from: str | Path | None) -> Source | None:
+    if fork is not None and weights_from is not None:
+        raise UsageError(
+            f"--fork {fork} and --from {weights_from}.",
+            "A run begins from one other: from its whole state (--fork), or from its weights alone (--from).",
+            "Give one of them.",
+        )
+    if fork is not None:
+        return Source("forked", str(fork))
+    return None if weights_from is None else Source("from", str(weights_from))
 
 
 def _weights_loader(job: Job, loaded: list[LoadedWeights]) -> Callable[[nn.Module], None] | None:
@@ -157,7 +208,9 @@ def _open_directory(path: Path, resources: ExitStack, *, named: bool) -> RunDire
     return directory
 
 
-def _training_loader(job: Job, layout: ResolvedLayout, world: World, options: RunOptions) -> BatchLoader:
+def _training_loader(
+    job: Job, layout: ResolvedLayout, world: World, options: RunOptions, *, first_step: int = 0, shift: int = 0
+) -> BatchLoader:
     return build_loader(
         job.data,
         collate=job.collate,
@@ -167,6 +220,8 @@ def _training_loader(job: Job, layout: ResolvedLayout, world: World, options: Ru
         dp=layout.dp,
         dp_rank=world.place.dp,
         micro_batch=layout.micro_batch,
+        first_step=first_step,
+        shift=shift,
         num_workers=options.num_workers,
         pin_memory=world.device.type == "cuda",
     )
@@ -186,11 +241,6 @@ def _validation_loader(job: Job, layout: ResolvedLayout, world: World, options: 
         num_workers=options.num_workers,
         pin_memory=world.device.type == "cuda",
     )
-
-
-def _refuse_used(directory: RunDirectory | None, identity: Mapping[str, Any]) -> None:
-    if directory is not None:
-        directory.refuse_used(identity)
 
 
 def _first_micro_batch(job: Job, layout: ResolvedLayout, world: World) -> MicroBatch:

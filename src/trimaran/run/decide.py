@@ -26,6 +26,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason = ""
+        self.wants_save = False
+        """Set by SIGUSR1: save at the next step's edge, and go on."""
         self.is_saved = False
         """Set when the weights are on disk: there is nothing left to save, and a signal ends what remains at once."""
 
@@ -36,31 +38,46 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Decision:
-    """The agreed sums: the next batch's weight and tokens, and how many ranks were asked to stop."""
+    """The agreed sums: the next batch's weight and tokens, and whether any rank was asked to stop, or to save."""
 
     weight: float
     num_tokens: int
     stop: bool
+    save: bool = False
+    save_failed: bool = False
+    """Whether a save failed in the background on any rank."""
 
 
 class Agreement:
     """A sum over all ranks that has been started; `settle` waits for it."""
 
-    def __init__(self, world: World, *, weight: Tensor, num_tokens: int, stop: bool) -> None:
-        self._values = torch.tensor([float(weight), float(num_tokens), float(stop)], dtype=torch.float64)
+    def __init__(
+        self,
+        world: World,
+        *,
+        weight: Tensor,
+        num_tokens: int,
+        stop: bool,
+        save: bool = False,
+        save_failed: bool = False,
+    ) -> None:
+        told = [float(each) for each in (weight, num_tokens, stop, save, save_failed)]
+        self._values = torch.tensor(told, dtype=torch.float64)
         self._work: dist.Work | None = world.agree_later(self._values)
 
     def settle(self) -> Decision:
         """The decision, the same on every rank."""
         if self._work is not None:
             self._work.wait()
-        weight, num_tokens, stops = self._values.tolist()
-        return Decision(weight, int(num_tokens), stops > 0)
+        weight, num_tokens, stops, saves, failures = self._values.tolist()
+        return Decision(weight, int(num_tokens), stops > 0, saves > 0, failures > 0)
 
 
 @contextmanager
 def stop_on_signals(request: StopRequest) -> Iterator[None]:
     """Inside, the first SIGINT or SIGTERM asks to save and leave, and a second SIGINT ends the process at once.
+
+    SIGUSR1 asks to save and go on.
 
     Does nothing outside the main thread, where Python delivers no signals.
     """
@@ -69,13 +86,16 @@ def stop_on_signals(request: StopRequest) -> Iterator[None]:
         return
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            request.wants_save = True
+            return
         if request.is_saved:
             raise KeyboardInterrupt
         if number == signal.SIGINT and request.reason:
             os._exit(130)
         request.ask(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:

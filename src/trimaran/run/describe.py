@@ -83,6 +83,8 @@ def record_run(
     origin: Origin,
     identity: Mapping[str, Any],
     rate: ScaledRate,
+    run_id: str,
+    begins_from: Mapping[str, Any],
 ) -> RunRecord:
     """run.json: everything resolved, each derived value with its reason."""
     derived = {
@@ -93,6 +95,7 @@ def record_run(
     }
     return RunRecord(
         name=job.name,
+        id=run_id,
         identity=identity,
         layout=str(layout),
         options=asdict(options),
@@ -107,6 +110,7 @@ def record_run(
         },
         versions={"trimaran": version("trimaran"), "torch": torch.__version__, "python": platform.python_version()},
         git_commit=_git_commit(origin.job_file),
+        origin=begins_from,
         job_file_sha256=None if origin.job_file is None else hashlib.sha256(origin.job_file.read_bytes()).hexdigest(),
     )
 
@@ -143,8 +147,12 @@ def head_rows(
     state: StateBytes,
     path: Path,
     num_tokens: int,
+    begins: str,
 ) -> list[tuple[str, str, str]]:
-    """The rows printed before step 1: (name, left, right). `num_tokens` is that of a global batch, 0 where none."""
+    """The rows printed before step 1: (name, left, right). `num_tokens` is that of a global batch, 0 where none.
+
+    `begins` says in a few words where the run begins.
+    """
     processes = f"{_count(world.size, 'process', 'processes')} on {_count(world.num_nodes, 'node', 'nodes')}"
     backend = f", {world.backend}" if world.size > 1 else f", {world.device.type}"
     return [
@@ -153,7 +161,7 @@ def head_rows(
         ("length", describe_length(job), ""),
         ("lr", rate.reason, describe_schedule(job)),
         ("memory", describe_state(state) + " per process", ""),
-        ("run", str(path), "new"),
+        ("run", str(path), begins),
     ]
 
 

@@ -13,11 +13,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from trimaran.checkpoint import Lineage
 from trimaran.errors import RunError
 from trimaran.records import (
     EVENTS_FILE,
@@ -28,7 +29,7 @@ from trimaran.records import (
     RunRecord,
     StepRecord,
     TimingRecord,
-    read_events,
+    cut_back,
     read_run,
     to_line,
     write_run,
@@ -77,16 +78,19 @@ class RunDirectory:
         try:
             _wait_for_lock(lock, path, wait_seconds)
             epoch = _read_epoch(path) + 1
-            _write_owner(path, epoch)
+            _write_owner(path, epoch, _read_resumed(path))
         except BaseException:
             lock.close()
             raise
         return cls(path, lock, epoch)
 
-    def refuse_used(self, identity: Mapping[str, Any]) -> None:
-        """Raises RunError where a run was already started here, naming what differs from `identity`, if anything."""
+    def read_started(self, identity: Mapping[str, Any]) -> RunRecord | None:
+        """The record of the run that was started here; None where none was.
+
+        Raises RunError where it was another job's, naming what differs from `identity`.
+        """
         if not (self.path / RUN_FILE).exists():
-            return
+            return None
         there = read_run(self.path / RUN_FILE)
         difference = find_difference(there.identity, identity)
         if difference is not None:
@@ -95,15 +99,28 @@ class RunDirectory:
             raise RunError(
                 f"{self.path} was started with {name}={theirs}; this command has {name}={ours}.",
                 "A run keeps its job.",
-                "Start a new one (another --run), or give the arguments it was started with.",
+                f"Start a new one (another --run), give the arguments it was started with, or continue it changed, in "
+                f"another directory: --fork {self.path}.",
             )
-        events = list(read_events(self.path / EVENTS_FILE)) if (self.path / EVENTS_FILE).exists() else []
-        state = f"{events[-1].event} at step {events[-1].step}" if events else "started"
-        raise RunError(
-            f"{self.path} already holds this run ({state}).",
-            "A run is not written over, and continuing one is not built yet.",
-            "Choose another --run, or leave --run out for a new directory.",
-        )
+        return there
+
+    def lineage(self, run_id: str) -> Lineage:
+        """Which checkpoints are this run's past."""
+        return read_lineage(self.path, run_id)
+
+    def take_over(self, step: int) -> None:
+        """Makes `step` the run's present: what an earlier owner recorded or may still save beyond it counts no more."""
+        self._check_owner()
+        resumed = _read_resumed(self.path) | {self.epoch: step}
+        _write_owner(self.path, self.epoch, resumed)
+        for name in (METRICS_FILE, TIMING_FILE):
+            cut_back(self.path / name, step)
+
+    def confirm(self) -> None:
+        """Flushes the records to disk, and raises RunError where this owner was replaced. Any thread may call it."""
+        self._check_owner()
+        for file in list(self._files.values()):
+            os.fsync(file.fileno())
 
     def write_run(self, record: RunRecord) -> None:
         """Writes run.json; from here on the directory belongs to this job."""
@@ -171,19 +188,26 @@ class RunDirectory:
             )
 
 
-def find_difference(
-    theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = ""
-) -> tuple[str, Any, Any] | None:
+def read_lineage(path: Path, run_id: str) -> Lineage:
+    """Which checkpoints in a run's directory are that run's past; needs no lock."""
+    return Lineage(run_id, _read_resumed(path))
+
+
+def find_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """The first entry in which two nested mappings differ, as (dotted name, theirs, ours); None when equal."""
+    return next(find_differences(theirs, ours), None)
+
+
+def find_differences(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """All entries in which two nested mappings differ, as (dotted name, theirs, ours)."""
     for key in [*theirs, *(key for key in ours if key not in theirs)]:
         left, right = theirs.get(key), ours.get(key)
         if isinstance(left, Mapping) and isinstance(right, Mapping):
-            found = find_difference(left, right, f"{prefix}{key}.")
-            if found is not None:
-                return found
+            yield from find_differences(left, right, f"{prefix}{key}.")
         elif left != right:
-            return f"{prefix}{key}", left, right
-    return None
+            yield f"{prefix}{key}", left, right
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -228,10 +252,21 @@ def _read_epoch(path: Path) -> int:
     return epoch if isinstance(epoch, int) else 0
 
 
-def _write_owner(path: Path, epoch: int) -> None:
-    owner = {"epoch": epoch, "pid": os.getpid(), "host": socket.gethostname()}
+def _read_resumed(path: Path) -> dict[int, int]:
+    """Owner number -> the step from which it continued."""
+    resumed = _read_owner(path).get("resumed", {})
+    if not isinstance(resumed, Mapping):
+        return {}
+    return {int(epoch): step for epoch, step in resumed.items() if epoch.isdecimal() and isinstance(step, int)}
+
+
+def _write_owner(path: Path, epoch: int, resumed: Mapping[int, int]) -> None:
+    owner = {"epoch": epoch, "pid": os.getpid(), "host": socket.gethostname(), "resumed": resumed}
     temporary = path / f"{OWNER_FILE}.tmp"
-    temporary.write_text(json.dumps(owner), encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(owner))
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path / OWNER_FILE)
 
 

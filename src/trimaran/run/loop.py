@@ -20,6 +20,7 @@ from trimaran.records import StepRecord, TimingRecord
 from trimaran.run.console import Console, Progress
 from trimaran.run.decide import Agreement, Decision, StopRequest
 from trimaran.run.directory import RunDirectory
+from trimaran.run.saving import Saving
 from trimaran.run.trackers import Trackers
 from trimaran.world.device import memory_bytes
 from trimaran.world.groups import World
@@ -66,14 +67,16 @@ class Run:
         phases: Phases,
         rates: Rates,
         stop_request: StopRequest,
+        saving: Saving,
+        first_step: int,
         resources: ExitStack,
         finish: Callable[[Run], None],
     ) -> None:
         self.job = job
         self.engine = engine
         self.validation: dict[str, float] | None = None
-        self.last_step = 0
-        self.last_loss = float("nan")
+        self.last_step = first_step
+        self.last_loss: float | None = None
         self.stopped = False
         self._options = options
         self._world = world
@@ -85,6 +88,7 @@ class Run:
         self._phases = phases
         self._rates = rates
         self._stop_request = stop_request
+        self._saving = saving
         self._resources = resources
         self._finish = finish
         self._evaluate_every = self._evaluation_steps()
@@ -106,16 +110,24 @@ class Run:
         self._is_iterated = True
         self._step_began = time.perf_counter()
         batches = iter(self._loader)
+        self._phases.step = self.last_step + 1
         batch = self._next(batches)
         agreement = self._ask(batch) if batch is not None else None
         while batch is not None and agreement is not None:
             self._decision = agreement.settle()
+            if self._decision.save_failed:
+                self._saving.raise_failure()
+            self._saving.tell()
             if self._decision.stop:
                 self.stopped = True
                 return
+            if self._saving.is_due(self.last_step, self._decision):
+                self._save()
+            self._phases.step = batch.index + 2
             upcoming = self._next(batches)
             # Asked now, so that it travels under the step that the caller is about to run.
             agreement = self._ask(upcoming) if upcoming is not None else None
+            self._phases.step = batch.index + 1
             yield replace(batch, total_weight=self._decision.weight)
             self._take_result()
             if self.last_step != batch.index + 1:
@@ -157,6 +169,11 @@ class Run:
         self._stop_request.is_saved = True
 
     @property
+    def newest_checkpoint(self) -> str:
+        """Where the newest checkpoint lies; empty where nothing was saved."""
+        return self._saving.newest
+
+    @property
     def stop_reason(self) -> str:
         """Why this rank was asked to stop: a signal's name, or what `ask_to_stop` was given; empty if it was not."""
         return self._stop_request.reason
@@ -171,8 +188,10 @@ class Run:
             try:
                 if error is None:
                     self._end()
-                elif self._directory is not None:
-                    self._directory.note("failed", self.last_step, f"{type(error).__name__}: {error}")
+                else:
+                    self._saving.abandon()
+                    if self._directory is not None:
+                        self._directory.note("failed", self.last_step, f"{type(error).__name__}: {error}")
             finally:
                 self._console.end_live()
                 self._loader.close()
@@ -180,9 +199,23 @@ class Run:
     def _end(self) -> None:
         self._take_result()
         self._evaluate_last()
+        validation = self._last_validation
         self._record_previous()
         self._console.end_live()
+        self._saving.save_last(self.last_step, validation)
         self._finish(self)
+
+    def _save(self) -> None:
+        """Saves after the last step made; its record comes first, so that no checkpoint is ahead of the records."""
+        validation = self._last_validation
+        self._record_previous()
+        began = time.perf_counter()
+        self._saving.save(self.last_step, validation)
+        self._step_began += time.perf_counter() - began  # the next step's time is its own
+
+    @property
+    def _last_validation(self) -> dict[str, float] | None:
+        return self._unrecorded.validation if self._unrecorded is not None else None
 
     def _next(self, batches: Iterator[RankBatch]) -> RankBatch | None:
         with self._phases("data"):
@@ -194,6 +227,8 @@ class Run:
             weight=self.engine.local_weight(batch),
             num_tokens=count_tokens(batch.micro_batches, self.job.input_keys) if self._world.leads_data_rank else 0,
             stop=bool(self._stop_request.reason),
+            save=self._saving.wants_save,
+            save_failed=self._saving.has_failed,
         )
 
     def _take_result(self) -> None:
@@ -206,6 +241,8 @@ class Run:
         self.last_step = result.index + 1
         due = self._evaluate_every and self.last_step % self._evaluate_every == 0
         validation = self.evaluate() if due else None
+        if validation is not None:
+            self._saving.note_validation(validation)
         self._unrecorded = _Taken(result, self._decision, seconds, self._phases.take(), validation)
         self._step_began = time.perf_counter()
 

@@ -45,7 +45,7 @@ class WorkerProcesses:
     """`num_procs` copies of `command`, each in a session of its own.
 
     `requests` takes SIGINT and SIGTERM as they arrive, from a signal handler; `poll` passes each kind on to every
-    worker exactly once, and kills all of them at the second SIGINT.
+    worker exactly once, and kills all of them at the second SIGINT. Each SIGUSR1 in `save_requests` is passed on too.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class WorkerProcesses:
         self.command = list(command)
         self.num_procs = num_procs
         self.requests: list[int] = []
+        self.save_requests: list[int] = []
         self._port = port
         self._threads_per_worker = threads_per_worker
         self._grace_seconds = grace_seconds
@@ -111,12 +112,16 @@ class WorkerProcesses:
         seen_seconds = time.time()
         if self.requests.count(signal.SIGINT) > 1:
             self.kill()
+        num_saves = len(self.save_requests)
         for worker in self._workers:
+            if num_saves and worker.process.poll() is None:
+                worker.process.send_signal(signal.SIGUSR1)
             for number in dict.fromkeys(self.requests):
                 worker.send_once(number)
             exit_code = worker.process.poll()
             if exit_code is not None and worker.end is None:
                 worker.end = self._end_of(worker, exit_code)
+        del self.save_requests[:num_saves]
         self._seen_seconds = seen_seconds
 
     def wait(self, seconds: float) -> bool:
@@ -246,5 +251,6 @@ def _dies_with_parent() -> Callable[[], None] | None:
 
 def _set_parent_death_signal(prctl: Callable[[int, int], int], parent_pid: int) -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save would end a worker that does not train yet
     if os.getppid() != parent_pid:  # the launcher died before it was asked for
         os.kill(os.getpid(), signal.SIGKILL)

@@ -18,6 +18,8 @@ from trimaran.layout import Precision
 from trimaran.options import Device
 from trimaran.world.cache import cache_file
 
+_CGROUP = Path("/sys/fs/cgroup")
+_MUCH = 2**62
 _CPU_RATES: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,6 +77,34 @@ def memory_bytes(device: torch.device) -> int:
         return torch.mps.driver_allocated_memory()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_host_bytes() -> int:
+    """Host memory that can still be taken without swapping: the machine's, or the container's where that is less.
+
+    Where the system does not tell (not Linux), very much.
+    """
+    found = [_MUCH]
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+        limit = (_CGROUP / "memory.max").read_text(encoding="utf-8").strip()
+        if limit != "max":
+            used = int((_CGROUP / "memory.current").read_text(encoding="utf-8"))
+            cached = _cgroup_figure("inactive_file")
+            found.append(int(limit) - used + cached)
+    except (OSError, ValueError, IndexError):
+        pass
+    return max(0, min(found))
+
+
+def _cgroup_figure(name: str) -> int:
+    for line in (_CGROUP / "memory.stat").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
 
 
 def find_local_chip(device: torch.device, precision: Precision) -> Chip | None:

@@ -22,6 +22,9 @@ from trimaran.world.device import choose_device
 from trimaran.world.environment import WorkerEnvironment
 from trimaran.world.place import AXES, Place, place_of
 
+# Ranks finish writing at different times. A rank that is dead ends the wait at once, by its closed connection.
+_SAVING_TIMEOUT = timedelta(hours=24)
+
 
 @dataclass(frozen=True)
 class World:
@@ -40,11 +43,27 @@ class World:
     place: Place
     mesh: DeviceMesh | None
     agreement: dist.ProcessGroup | None
+    saving: dist.ProcessGroup | None
+    """A CPU group over all ranks for a background thread that saves; its waits are long, as writing may be."""
 
     @property
     def leads_data_rank(self) -> bool:
         """Whether this is the first of the ranks that see the same samples, the one that counts them."""
         return self.place.tp == 0 and self.place.pp == 0
+
+    def ranks_beside(self, axes: frozenset[str]) -> tuple[int, ...]:
+        """The ranks of this pipeline stage, this one among them, that have its coordinates on `axes`; in order.
+
+        With no axes: all of the stage, which hold the same of what is not cut.
+        """
+        if self.mesh is None:
+            return (self.rank,)
+        _, dp, tp = (self.mesh[axis].size() for axis in AXES)
+        places = ((rank, place_of(rank, dp=dp, tp=tp)) for rank in range(self.size))
+        same = axes | {"pp"}
+        return tuple(
+            rank for rank, place in places if all(getattr(place, axis) == getattr(self.place, axis) for axis in same)
+        )
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on `axis` alone; None where the axis has one rank."""
@@ -68,9 +87,13 @@ class World:
         work: dist.Work | None = dist.all_reduce(values, group=self.agreement, async_op=True)
         return work
 
-    def gather_text(self, text: str) -> list[str]:
-        """Every rank's text, by rank, on every rank. Every rank must call it; costs two small collectives."""
-        if self.agreement is None:
+    def gather_text(self, text: str, *, group: dist.ProcessGroup | None = None) -> list[str]:
+        """Every rank's text, by rank, on every rank. Every rank must call it; costs two small collectives.
+
+        Over `group`, one of all ranks, where the agreement's is not free: on another thread.
+        """
+        group = group or self.agreement
+        if group is None:
             return [text]
         data = (
             torch.frombuffer(bytearray(text.encode(errors="surrogateescape")), dtype=torch.uint8)
@@ -78,12 +101,12 @@ class World:
             else torch.empty(0).byte()
         )
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.agreement)
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
         longest = max(1, *(int(size) for size in sizes))
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: data.numel()] = data
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self.agreement)
+        dist.all_gather(parts, padded, group=group)
         texts = [bytes(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
         return [each.decode(errors="surrogateescape") for each in texts]  # a path may hold any bytes
 
@@ -105,12 +128,13 @@ def open_world(
     local_rank = environment.local_rank if environment else 0
     chosen = choose_device(device, local_rank=local_rank, num_procs=num_procs)
     backend = "none"
-    mesh, agreement = None, None
+    mesh, agreement, saving = None, None, None
     if environment is not None and num_procs > 1:
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         _meet(environment, backend, chosen, timeout_seconds)
         mesh = init_device_mesh(chosen.type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=AXES)
         agreement = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        saving = dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT)
     world = World(
         rank=rank,
         size=num_procs,
@@ -121,6 +145,7 @@ def open_world(
         place=place_of(rank, dp=layout.dp, tp=layout.tp),
         mesh=mesh,
         agreement=agreement,
+        saving=saving,
     )
     _wait_until_connected(world)
     return world
@@ -146,6 +171,7 @@ def join_default_group(layout: ResolvedLayout, device: torch.device) -> World:
         place=place_of(rank, dp=layout.dp, tp=layout.tp),
         mesh=mesh,
         agreement=dist.new_group(backend="gloo"),
+        saving=dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT),
     )
     _wait_until_connected(world)
     return world

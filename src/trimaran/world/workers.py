@@ -35,7 +35,8 @@ def start_workers(
     cause in time, when a worker failed; the others then got SIGTERM and, `grace_seconds` later, SIGKILL. An error
     of ours that all ranks report alike is raised as it is. Raises UsageError for a taken port.
 
-    SIGINT and SIGTERM are passed on to the workers once and waited for; a second SIGINT kills them. Workers die with
+    SIGINT and SIGTERM are passed on to the workers once and waited for; a second SIGINT kills them. SIGUSR1, a request
+    to save, is passed on each time. Workers die with
     this process, even when it is killed. Call from the main thread, in the process that the user started.
 
     What is used of torch.distributed.elastic is the agent (`SimpleElasticAgent`): its loop and its restarts, with
@@ -57,7 +58,7 @@ def start_workers(
             directory=directory,
         )
         stack.callback(processes.close)
-        stack.enter_context(_recorded_signals(processes.requests))
+        stack.enter_context(_recorded_signals(processes))
         _supervise(processes)
     return _conclude(processes)
 
@@ -84,13 +85,14 @@ def _conclude(processes: WorkerProcesses) -> int:
 
 
 @contextmanager
-def _recorded_signals(requests: list[int]) -> Iterator[None]:
-    """Append SIGINT and SIGTERM to `requests` instead of dying of them; ignored ones stay ignored."""
+def _recorded_signals(processes: WorkerProcesses) -> Iterator[None]:
+    """Append SIGINT, SIGTERM and SIGUSR1 to lists of requests instead of dying of them; ignored ones stay ignored."""
 
     def record(number: int, frame: FrameType | None) -> None:
-        requests.append(number)
+        (processes.save_requests if number == signal.SIGUSR1 else processes.requests).append(number)
 
-    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, record) for number in heard}
     try:
         yield

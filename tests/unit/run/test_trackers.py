@@ -21,6 +21,7 @@ STEPS = [
 def record() -> RunRecord:
     return RunRecord(
         name="tiny",
+        id="0f",
         identity={"arguments": {"width": 8}, "global_batch": 4},
         layout="dp=1",
         options={},

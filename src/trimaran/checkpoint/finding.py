@@ -1,0 +1,130 @@
+"""The checkpoints of a run directory, newest first, and why some of them do not count."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimaran.checkpoint.reading import read_whole_manifest, verify_files
+from trimaran.errors import CheckpointError
+from trimaran.records import CHECKPOINTS_FOLDER, Manifest, StateRecord, name_checkpoint
+
+_NAME = re.compile(r"step-([0-9]{8,12})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest and state were read and whose files have their sizes."""
+
+    folder: Path
+    manifest: Manifest
+    state: StateRecord
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Which checkpoints are a run's own: those of its id that no later owner left behind.
+
+    `resumed` has, for each owner that continued the run, the step it went on from. What an earlier owner wrote beyond
+    that step is not this run's past: an orphan may go on writing after it was replaced.
+    """
+
+    run_id: str
+    resumed: Mapping[int, int]
+
+    def find_fault(self, manifest: Manifest) -> str | None:
+        """Why a checkpoint does not count; None where it does."""
+        if manifest.run_id != self.run_id:
+            return f"it belongs to another run (id {manifest.run_id})"
+        for epoch, step in self.resumed.items():
+            if manifest.epoch < epoch and manifest.step > step:
+                return f"owner {manifest.epoch} wrote it, and owner {epoch} had gone on from step {step}"
+        return None
+
+
+def list_steps(run: Path) -> list[int]:
+    """The steps of the directories that look like checkpoints, newest first: by their names, not by any clock."""
+    folder = run / CHECKPOINTS_FOLDER
+    if not folder.is_dir():
+        return []
+    matches = [_NAME.fullmatch(entry.name) for entry in folder.iterdir()]
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies, or would."""
+    return run / CHECKPOINTS_FOLDER / name_checkpoint(step)
+
+
+def read_checkpoint(folder: Path, lineage: Lineage) -> Checkpoint:
+    """A checkpoint as far as its manifest goes. Raises CheckpointError where it does not count."""
+    manifest, state = read_whole_manifest(folder)
+    if folder.name != name_checkpoint(manifest.step):
+        raise _refusal(folder, f"holds a checkpoint of step {manifest.step}")
+    if (fault := lineage.find_fault(manifest)) is not None:
+        raise _refusal(folder, f"is passed over: {fault}")
+    return Checkpoint(folder, manifest, state)
+
+
+def find_checkpoint(
+    run: Path,
+    lineage: Lineage,
+    steps: Sequence[int],
+    *,
+    share: tuple[int, int] = (0, 1),
+    agree: Callable[[str], str] = lambda fault: fault,
+) -> tuple[Checkpoint | None, list[str]]:
+    """The first of these steps whose checkpoint counts and has the bytes that were written; and why others have not.
+
+    None where there is none. `share` (index, of how many) is the part of the files that this process verifies, and
+    `agree` tells it the first fault that any of them found ("" for none): all then find the same. All call it alike.
+    """
+    refused: list[str] = []
+    for step in steps:
+        found, fault = None, ""
+        try:
+            found = read_checkpoint(checkpoint_folder(run, step), lineage)
+            verify_files(found.folder, found.manifest, _deal_files(found.manifest, *share))
+        except CheckpointError as problem:
+            fault = problem.value
+        fault = agree(fault)
+        if not fault:
+            return found, refused
+        refused.append(fault)
+    return None, refused
+
+
+def _deal_files(manifest: Manifest, share: int, num_shares: int) -> list[str]:
+    """One share of a checkpoint's files, so that all shares have alike many bytes."""
+    loads = [0] * num_shares
+    mine = []
+    for name in sorted(manifest.files, key=lambda name: (-manifest.files[name].num_bytes, name)):
+        taker = min(range(num_shares), key=lambda each: (loads[each], each))
+        loads[taker] += manifest.files[name].num_bytes
+        if taker == share:
+            mine.append(name)
+    return mine
+
+
+def iterate_valid(run: Path, lineage: Lineage) -> Iterator[Checkpoint]:
+    """The checkpoints that count by their manifests and sizes, newest first; their bytes are not read."""
+    for step in list_steps(run):
+        try:
+            yield read_checkpoint(checkpoint_folder(run, step), lineage)
+        except CheckpointError:
+            continue
+
+
+def describe_steps(steps: Sequence[int]) -> str:
+    """Steps for a message: "10, 20, 30", or "none"."""
+    return ", ".join(map(str, sorted(steps))) or "none"
+
+
+def _refusal(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{folder} {what}.", "A run continues from its own past.", "Use another checkpoint.")

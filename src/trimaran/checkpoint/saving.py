@@ -1,0 +1,412 @@
+"""Saving: every rank's parts under a temporary name, then the manifest, then one rename that makes it a checkpoint.
+
+Before the rename nothing exists; after it, everything. With several ranks the work behind `save` runs on a thread with
+a process group of its own, while training goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trimaran.checkpoint.parts import Part, parts_to_write
+from trimaran.checkpoint.shard_file import DTYPE_NAMES, Entry, write_shard
+from trimaran.checkpoint.staging import Staging
+from trimaran.checkpoint.state import NamedState
+from trimaran.errors import CheckpointError, TrimaranError
+from trimaran.phases import Phases
+from trimaran.records import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    FileRecord,
+    Manifest,
+    PartRecord,
+    StateRecord,
+    TensorRecord,
+    name_checkpoint,
+    to_text,
+)
+from trimaran.units import format_bytes
+from trimaran.world.device import available_host_bytes
+from trimaran.world.groups import World
+
+TEMPORARY = ".tmp-"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who writes: the run, and the number of its present owner; `confirm` raises where that is no longer this one."""
+
+    run_id: str
+    epoch: int
+    confirm: Callable[[], None]
+    """Called on rank 0 before the commit, on the thread that saves; also flushes the run's own records."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is on disk. `stall_seconds` is how long training waited for it."""
+
+    step: int
+    folder: Path
+    num_bytes: int
+    stall_seconds: float
+    write_seconds: float
+
+
+class Saver:
+    """Saves a run's state into `folder`, one checkpoint at a time. Every rank has one and calls the same methods.
+
+    `tidy` runs on rank 0 after each commit, on the same thread, and may delete older checkpoints.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world: World,
+        phases: Phases,
+        owner: Owner,
+        tidy: Callable[[Path], None] = lambda committed: None,
+    ) -> None:
+        self._folder = folder
+        self._world = world
+        self._phases = phases
+        self._owner = owner
+        self._tidy = tidy
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._finished: Saved | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is still being written on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save failed in the background and nobody was told yet."""
+        return self._error is not None
+
+    def save(
+        self,
+        collect: Callable[[], NamedState],
+        describe: Callable[[NamedState], StateRecord],
+        *,
+        blocking: bool = False,
+    ) -> str:
+        """Saves what `collect` gives, in the background unless `blocking`. Every rank must call it.
+
+        Waits for an earlier save first. Returns a word of warning where it could not be in the background, for want
+        of host memory; else "". Raises CheckpointError on every rank for what any rank cannot save, and for an
+        earlier save's failure.
+        """
+        self.wait()
+        began = time.perf_counter()
+        state, parts, fault = NamedState(), [], None
+        try:
+            state = collect()
+            parts = parts_to_write(state.tensors, self._world)
+            for part in parts:
+                _check_dtype(part)
+        except TrimaranError as problem:
+            fault = problem
+        need = 0 if blocking else self._staging.missing_bytes(parts)
+        lacking = self._agree_to_start(fault, need)
+        record = describe(state)
+        staged = [part.local for part in parts] if blocking or lacking else self._staging.copy(parts)
+        # What is copied needs no more of the model; what is not must not change until it is written.
+        job = _Save(
+            folder=self._folder,
+            world=self._world,
+            phases=self._phases,
+            owner=self._owner,
+            tidy=self._tidy,
+            state=state,
+            record=record,
+            parts=parts,
+            tensors=staged,
+        )
+        stalled = time.perf_counter() - began
+        if blocking or lacking:
+            self._run(job, stalled, is_stalling=True)
+            self.wait()
+        else:
+            self._thread = threading.Thread(target=self._run, args=(job, stalled), name="save", daemon=True)
+            self._thread.start()
+        return lacking
+
+    def take_finished(self) -> Saved | None:
+        """The save that was committed since the last call, if any; does not wait."""
+        finished, self._finished = self._finished, None
+        return finished
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Waits for a save in progress. Raises CheckpointError where it failed, on every rank for the same reason."""
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+            if self._thread.is_alive():
+                return
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _agree_to_start(self, fault: TrimaranError | None, need: int) -> str:
+        """Raises a rank's fault on every rank; else why the save cannot be staged on some host, or ""."""
+        told = [fault.value, fault.rule, fault.remedy] if fault is not None else None
+        words = self._world.gather_text(json.dumps([told, socket.gethostname(), need, available_host_bytes()]))
+        of_ranks = [json.loads(each) for each in words]
+        for rank, (theirs, *_) in enumerate(of_ranks):
+            if theirs is not None:
+                value, rule, remedy = theirs
+                raise CheckpointError(f"rank {rank}: {value}" if self._world.size > 1 else value, rule, remedy)
+        for host in {each[1] for each in of_ranks}:
+            wanted = sum(each[2] for each in of_ranks if each[1] == host)
+            available = min(each[3] for each in of_ranks if each[1] == host)
+            if wanted > available:
+                return (
+                    f"a copy to save from needs {format_bytes(wanted)} of host memory on {host}, where "
+                    f"{format_bytes(available)} are free: training waits until the checkpoint is written"
+                )
+        return ""
+
+    def _run(self, job: _Save, stalled: float, *, is_stalling: bool = False) -> None:
+        began = time.perf_counter()
+        try:
+            num_bytes = job.run()
+            took = time.perf_counter() - began
+            folder = self._folder / name_checkpoint(job.record.step)
+            stalled += took if is_stalling else 0.0
+            self._finished = Saved(job.record.step, folder, num_bytes, stalled, took)
+        except BaseException as error:
+            self._error = error
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One save on one rank, after its tensors are safe from change."""
+
+    folder: Path
+    world: World
+    phases: Phases
+    owner: Owner
+    tidy: Callable[[Path], None]
+    state: NamedState
+    record: StateRecord
+    parts: Sequence[Part]
+    tensors: Sequence[Tensor]
+
+    def run(self) -> int:
+        """Writes this rank's file and, on rank 0, commits. Returns the checkpoint's bytes. All ranks fail alike."""
+        written, fault = None, None
+        try:
+            written = self._write_parts()
+        except Exception as problem:
+            fault = self._describe(problem)
+        told = json.dumps({"fault": fault, "written": written, "values": self._values()})
+        of_ranks = [json.loads(each) for each in self.world.gather_text(told, group=self.world.saving)]
+        outcome: list[Any] = [[], 0]
+        if self.world.rank == 0:
+            faults = [(rank, each["fault"]) for rank, each in enumerate(of_ranks) if each["fault"]]
+            outcome = self._finish(of_ranks, faults)
+        refusal, num_bytes = json.loads(self.world.gather_text(json.dumps(outcome), group=self.world.saving)[0])
+        if refusal:
+            raise CheckpointError(*refusal)
+        return int(num_bytes)
+
+    def _finish(self, of_ranks: Sequence[Mapping[str, Any]], faults: Sequence[tuple[int, list[str]]]) -> list[Any]:
+        """Commits on rank 0: (why not, bytes)."""
+        try:
+            if faults:
+                rank, (value, rule, remedy) = faults[0]
+                raise CheckpointError(f"rank {rank}: {value}" if self.world.size > 1 else value, rule, remedy)
+            num_bytes = self._commit(of_ranks)
+        except Exception as problem:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            return [self._describe(problem), 0]
+        try:
+            self.tidy(self._target)
+        except Exception as problem:
+            return [self._describe(problem), num_bytes]
+        return [[], num_bytes]
+
+    @property
+    def _target(self) -> Path:
+        return self.folder / name_checkpoint(self.record.step)
+
+    @property
+    def _temporary(self) -> Path:
+        # The owner's number is in it: an owner that was replaced writes beside the new one, never into its files.
+        return self.folder / f"{name_checkpoint(self.record.step)}{TEMPORARY}{self.owner.epoch}"
+
+    def _write_parts(self) -> dict[str, Any] | None:
+        self._reach("save:before-directory")
+        _make_folder(self.folder)
+        _make_folder(self._temporary)
+        if not self.parts:
+            return None
+        name = f"rank-{self.world.rank:05d}-of-{self.world.size:05d}.safetensors"
+        record = write_shard(
+            self._temporary / name,
+            [_entry(part) for part in self.parts],
+            (tensor.cpu() for tensor in self.tensors),
+            halfway=lambda: self._reach("save:mid-shard", self._temporary / name),
+            before_flush=lambda: self._reach("save:before-flush", self._temporary / name),
+        )
+        parts = [
+            [part.name, DTYPE_NAMES[part.local.dtype], part.shape, part.is_complex, part.key, part.offset]
+            for part in self.parts
+        ]
+        shapes = [list(part.local.shape) for part in self.parts]
+        return {"file": name, "bytes": record.num_bytes, "sha256": record.sha256, "parts": parts, "shapes": shapes}
+
+    def _values(self) -> dict[str, Any] | None:
+        """What a pipeline stage keeps besides tensors; the first of the ranks that hold it says it."""
+        if self.world.rank != self.world.ranks_beside(frozenset())[0]:
+            return None
+        return {
+            "aliases": self.state.aliases,
+            "model": self.record.model,
+            "optimizer": self.record.optimizer,
+            "trained": self.record.trained,
+        }
+
+    def _commit(self, of_ranks: Sequence[Mapping[str, Any]]) -> int:
+        files: dict[str, FileRecord] = {}
+        tensors: dict[str, TensorRecord] = {}
+        for rank, written in enumerate(each["written"] for each in of_ranks):
+            if written is None:
+                continue
+            name = written["file"]
+            files[name] = FileRecord(written["bytes"], written["sha256"])
+            if not (self._temporary / name).is_file() or (self._temporary / name).stat().st_size != written["bytes"]:
+                raise CheckpointError(
+                    f"rank 0 does not see the file that rank {rank} wrote: {self._temporary / name}.",
+                    "A run's directory is on a file system that all nodes share.",
+                    "Give --run a path on a shared disk.",
+                )
+            for (tensor, dtype, shape, is_complex, key, offset), part_shape in zip(
+                written["parts"], written["shapes"], strict=True
+            ):
+                part = PartRecord(name, key, tuple(offset), tuple(part_shape))
+                known = tensors.get(tensor)
+                parts = (*known.parts, part) if known else (part,)
+                tensors[tensor] = TensorRecord(dtype, tuple(shape), parts, is_complex)
+        values = [each["values"] for each in of_ranks if each["values"] is not None]
+        record = _merge(self.record, values)
+        files[STATE_FILE] = _write_text(self._temporary / STATE_FILE, to_text(record))
+        manifest = Manifest(
+            run_id=self.owner.run_id,
+            epoch=self.owner.epoch,
+            step=record.step,
+            files=files,
+            tensors=tensors,
+            aliases={name: first for each in values for name, first in each["aliases"].items()},
+        )
+        self._reach("save:before-manifest")
+        _write_text(self._temporary / MANIFEST_FILE, to_text(manifest))
+        self._reach("save:after-manifest")
+        _sync_folder(self._temporary)
+        self.owner.confirm()
+        self._reach("save:before-rename")
+        if self._target.exists():  # left by a kill in the middle of deleting, or found damaged and passed over
+            discard(self._target, epoch=self.owner.epoch)
+        self._temporary.rename(self._target)
+        _sync_folder(self.folder)
+        self._reach("save:after-rename", self._target)
+        return sum(each.num_bytes for each in files.values())
+
+    def _reach(self, point: Any, path: Path | None = None) -> None:
+        self.phases.reach(point, step=self.record.step, path=path or self._temporary)
+
+    def _describe(self, problem: Exception) -> list[str]:
+        if isinstance(problem, TrimaranError):
+            return [problem.value, problem.rule, problem.remedy]
+        what = problem.strerror or problem if isinstance(problem, OSError) else f"{type(problem).__name__}: {problem}"
+        return [
+            f"{self._target} cannot be written: {what}.",
+            "A checkpoint is written whole or not at all, and a run that cannot save is not worth its price.",
+            "Make room on that disk or make it writable, and start again: the run continues from its last checkpoint.",
+        ]
+
+
+def discard(folder: Path, *, epoch: int, halfway: Callable[[], None] = lambda: None) -> None:
+    """Deletes a checkpoint: in one rename it is none any more, then its files go."""
+    doomed = folder.with_name(f"{folder.name}{TEMPORARY}deleted-{epoch}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    halfway()
+    shutil.rmtree(doomed)
+
+
+def discard_leftovers(folder: Path) -> None:
+    """Deletes what killed saves and deletions left under temporary names. Only for the owner, before it saves."""
+    for entry in folder.glob(f"step-*{TEMPORARY}*"):
+        if entry.is_symlink():
+            entry.unlink()
+        else:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _entry(part: Part) -> Entry:
+    return Entry(part.key, DTYPE_NAMES[part.local.dtype], tuple(part.local.shape), part.local.nbytes)
+
+
+def _check_dtype(part: Part) -> None:
+    if part.local.dtype not in DTYPE_NAMES:
+        raise CheckpointError(
+            f"{part.name} is a tensor of {part.local.dtype}.",
+            f"A checkpoint holds {', '.join(str(each).removeprefix('torch.') for each in DTYPE_NAMES)}.",
+            "Keep it in one of these.",
+        )
+
+
+def _merge(record: StateRecord, of_stages: Sequence[Mapping[str, Any]]) -> StateRecord:
+    """One record of what the pipeline stages keep besides tensors, each for its own parameters."""
+    if len(of_stages) == 1:
+        return record
+    optimizers = [each["optimizer"] for each in of_stages]
+    merged = {
+        "kind": optimizers[0]["kind"],
+        "parameters": {name: each for one in optimizers for name, each in one["parameters"].items()},
+        "shared": {name: each for one in optimizers for name, each in one["shared"].items()},
+        "groups": [group for one in optimizers for group in one["groups"]],
+    }
+    model = {name: value for each in of_stages for name, value in each["model"].items()}
+    trained = tuple(name for each in of_stages for name in each["trained"])
+    return replace(record, optimizer=merged, model=model, trained=trained)
+
+
+def _make_folder(path: Path) -> None:
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _write_text(path: Path, text: str) -> FileRecord:
+    data = text.encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(descriptor)
+    return FileRecord(len(data), hashlib.sha256(data).hexdigest())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

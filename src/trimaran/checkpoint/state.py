@@ -1,0 +1,229 @@
+"""What a run's tensors are called in a checkpoint: those of the model and, by parameter name, the optimizer's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trimaran.checkpoint.packing import pack, unpack
+from trimaran.checkpoint.parts import whole_shape
+from trimaran.checkpoint.reading import CheckpointReader
+from trimaran.errors import CheckpointError
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+_ENGINE_SETS = ("params", "lr", "base_lr", "initial_lr", "param_names")
+
+
+@dataclass(frozen=True)
+class NamedState:
+    """Tensors by their names in a checkpoint, live ones, and the plain values beside them."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+class StateNames:
+    """Names the state of one model and its optimizer; to be made before the first step, and kept.
+
+    Options of a parameter group that the optimizer itself has changed since are state; the others are the job's.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._options = [self._pack_options(group, {}) for group in optimizer.param_groups]
+
+    def collect(self) -> NamedState:
+        """The state as it is now; its tensors are those in use. Raises CheckpointError for what cannot be saved."""
+        state = NamedState()
+        self._collect_model(state)
+        self._collect_optimizer(state)
+        return state
+
+    def restore(self, reader: CheckpointReader, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
+        """Puts a checkpoint's tensors and values in place of the present ones.
+
+        Raises CheckpointError where names, shapes or the optimizer are others; what was restored by then is lost.
+        """
+        restore_model(self._model, reader, model)
+        self._restore_optimizer(reader, optimizer)
+
+    def _collect_model(self, state: NamedState) -> None:
+        tensors, extra = _split(self._model)
+        places: dict[tuple[object, ...], str] = {}
+        for name, tensor in tensors.items():
+            first = places.setdefault(_place(tensor), name) if tensor.numel() else name
+            if first == name:
+                state.tensors[MODEL + name] = tensor
+            else:
+                state.aliases[MODEL + name] = MODEL + first
+        for name, value in extra.items():
+            within: dict[str, Tensor] = {}
+            state.model[name] = pack(value, name, within)
+            state.tensors.update({MODEL + key: tensor for key, tensor in within.items()})
+
+    def _collect_optimizer(self, state: NamedState) -> None:
+        tensors: dict[str, Tensor] = {}
+        parameters: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
+        for owner, entries in self._optimizer.state.items():
+            owner_key: Any = owner  # torch says Tensor; some optimizers keep what is shared under a string
+            name = self._names.get(owner_key)
+            if name is None and not isinstance(owner_key, str):
+                raise CheckpointError(
+                    f"{type(self._optimizer).__name__} keeps state for {_describe(owner)}.",
+                    "Optimizer state is saved by the names of the model's parameters.",
+                    "Use an optimizer that keeps its state by parameter.",
+                )
+            packed = pack(dict(entries) if name is not None else entries, name or f"*{owner}", tensors)
+            (parameters if name is not None else shared)[name or owner_key] = packed
+        changed = []
+        for group, before in zip(self._optimizer.param_groups, self._options, strict=True):
+            names = [self._names[each] for each in group["params"]]
+            within: dict[str, Tensor] = {}
+            now = self._pack_options(group, within)
+            values = {key: value for key, value in now.items() if value != before.get(key) or key in within}
+            if values and names:
+                tensors |= {f"{names[0]}.{key}": each for key, each in within.items()}
+                values = {key: _rekeyed(value, names[0]) for key, value in values.items()}
+                changed.append({"params": names, "values": values})
+        kind = type(self._optimizer)
+        state.optimizer.update(
+            kind=f"{kind.__module__}.{kind.__qualname__}", parameters=parameters, shared=shared, groups=changed
+        )
+        state.tensors.update({OPTIMIZER + key: tensor for key, tensor in tensors.items()})
+
+    def _restore_optimizer(self, reader: CheckpointReader, values: Mapping[str, Any]) -> None:
+        optimizer = self._optimizer
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        if values["kind"] != kind:
+            raise CheckpointError(
+                f"the checkpoint's optimizer is {values['kind']}; this job has {kind}.",
+                "An optimizer's state belongs to that optimizer.",
+                "Keep the optimizer, or take the weights alone with --from.",
+            )
+        of_name = {name: parameter for parameter, name in self._names.items()}
+        for name, packed in values["parameters"].items():
+            if name not in of_name:
+                continue  # of another pipeline stage; a model without it was refused by its weights
+            parameter = of_name[name]
+            group = next(each for each in optimizer.param_groups if any(one is parameter for one in each["params"]))
+            on_host = not (group.get("fused") or group.get("capturable"))
+            read = partial(_read_beside, reader, parameter=parameter, step_on_host=on_host)
+            optimizer.state[parameter] = unpack(packed, read)
+        for key, packed in values["shared"].items():
+            shared_key: Any = key
+            optimizer.state[shared_key] = unpack(packed, lambda name: reader.read(OPTIMIZER + name))
+        for group in optimizer.param_groups:
+            names = {self._names[each] for each in group["params"]}
+            for saved in values["groups"]:
+                if names & set(saved["params"]):
+                    for key, packed in saved["values"].items():
+                        group[key] = unpack(packed, lambda name: reader.read(OPTIMIZER + name))
+                    break
+
+    @staticmethod
+    def _pack_options(group: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """The group's options by JSON; what cannot be packed is the job's own (a function), and never state."""
+        packed = {}
+        for key, value in group.items():
+            if key in _ENGINE_SETS:
+                continue
+            within: dict[str, Tensor] = {}
+            try:
+                packed[key] = pack(value, key, within)
+            except CheckpointError:
+                continue
+            tensors |= within
+        return packed
+
+
+def restore_model(model: nn.Module, reader: CheckpointReader, extra: Mapping[str, Any] | None = None) -> None:
+    """Copies a checkpoint's weights and persistent buffers into `model`, in its types and in its cut.
+
+    `extra` is what modules keep as extra state; None leaves theirs. Raises CheckpointError that names what is missing
+    or has another shape; the model is then as it was.
+    """
+    tensors, own_extra = _split(model)
+    sources = {name: reader.find(MODEL + name) for name in tensors}
+    missing = [name for name, source in sources.items() if source is None]
+    found = {name: source for name, source in sources.items() if source is not None}
+    misshaped = [
+        f"{name} ({_shape(reader.shape(source))} saved, {_shape(whole_shape(tensors[name]))} here)"
+        for name, source in found.items()
+        if reader.shape(source) != whole_shape(tensors[name])
+    ]
+    for names, what in ((missing, "are not in the checkpoint"), (misshaped, "have another shape")):
+        if names:
+            raise CheckpointError(
+                f"{len(names)} tensors of the model {what}: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}.",
+                "A checkpoint continues the model it was saved from.",
+                "Give the model the arguments it was saved with.",
+            )
+    with torch.no_grad():
+        for name, source in found.items():
+            reader.read_into(tensors[name], source)
+    if extra is not None and own_extra:
+        packed = {name: extra[name] for name in own_extra if name in extra}
+        values = {name: unpack(each, lambda key: reader.read(MODEL + key)) for name, each in packed.items()}
+        model.load_state_dict(values, strict=False)
+
+
+def _read_beside(reader: CheckpointReader, key: str, *, parameter: Tensor, step_on_host: bool) -> Tensor:
+    """A tensor of a parameter's state: cut, strided and placed like the parameter where it has its shape.
+
+    It keeps its type, except that one which had the parameter's type has it still where that is now another
+    (fp32 continued as fp64). A count of steps stays on the host where torch's optimizers keep it there.
+    """
+    name = OPTIMIZER + key
+    dtype, shape = reader.dtype(name), reader.shape(name)
+    if key.endswith(".step") and shape == ():
+        return reader.read(name).to("cpu" if step_on_host else parameter.device)
+    if shape != whole_shape(parameter):
+        return reader.read(name).to(parameter.device)
+    saved_as = reader.find(MODEL + key.rpartition(".")[0])
+    if saved_as is not None and reader.dtype(saved_as) == dtype and dtype.is_floating_point:
+        dtype = parameter.dtype
+    # Strides too: fused kernels go through parameter and state side by side, and do not look at strides.
+    like = torch.empty_like(parameter.detach(), dtype=dtype)
+    reader.read_into(like, name)
+    return like
+
+
+def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The model's state_dict as its tensors and the modules' extra state."""
+    state = model.state_dict()
+    extra = {name: value for name, value in state.items() if name.rpartition(".")[2] == "_extra_state"}
+    return {name: value.detach() for name, value in state.items() if name not in extra}, extra
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
+
+
+def _rekeyed(packed: Any, owner: str) -> Any:
+    """A packed option whose tensors are named under `owner`."""
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, content),) = packed.items()
+    if kind == "tensor":
+        return {kind: f"{owner}.{content}"}
+    return packed if kind == "float" else {kind: [[key, _rekeyed(each, owner)] for key, each in content]}
+
+
+def _describe(owner: object) -> str:
+    return f"a tensor of shape {tuple(owner.shape)} that is no parameter" if isinstance(owner, Tensor) else repr(owner)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "a scalar"

@@ -1,0 +1,270 @@
+"""Where a run begins: at the start, from its own last checkpoint, or from another run's state or weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from trimaran.checkpoint import (
+    Checkpoint,
+    Lineage,
+    StateNames,
+    describe_steps,
+    discard_leftovers,
+    find_checkpoint,
+    list_steps,
+    open_checkpoint,
+    restore_model,
+)
+from trimaran.engine import Engine
+from trimaran.errors import RunError
+from trimaran.job import Job
+from trimaran.records import CHECKPOINTS_FOLDER, RUN_FILE, read_run
+from trimaran.run.agree import on_first_rank
+from trimaran.run.directory import RunDirectory, find_differences, read_lineage
+from trimaran.world.groups import World
+
+Way = Literal["new", "again", "resumed", "forked", "from"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Another run to begin from, as the user named it: `text` is RUN or RUN@step."""
+
+    way: Literal["forked", "from"]
+    text: str
+
+    @property
+    def run(self) -> Path:
+        return Path(self._parts[0])
+
+    @property
+    def step(self) -> int | None:
+        return None if self._parts[1] is None else int(self._parts[1])
+
+    @property
+    def flag(self) -> str:
+        """What the user wrote, or would write: "--fork runs/a@30"."""
+        return f"{'--fork' if self.way == 'forked' else '--from'} {self.text}"
+
+    @property
+    def _parts(self) -> tuple[str, str | None]:
+        match = re.fullmatch(r"(.+)@([0-9]+)", self.text)
+        return (match[1], match[2]) if match else (self.text, None)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How this start begins. `run_id` and `epoch` name its owner; `checkpoint` is what it begins from, if anything."""
+
+    way: Way
+    run_id: str
+    epoch: int
+    checkpoint: Checkpoint | None = None
+    passed_over: Sequence[str] = ()
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Steps that are behind it."""
+        return self.checkpoint.step if self.checkpoint is not None and self.way != "from" else 0
+
+    @property
+    def position(self) -> int:
+        """Samples that are behind it."""
+        return self.checkpoint.state.position if self.checkpoint is not None and self.way != "from" else 0
+
+    def describe(self) -> str:
+        """A few words for the head: "continues at step 30"."""
+        if self.way == "resumed":
+            return f"continues after step {self.step}"
+        if self.way == "again":
+            return "started before, and never saved: begins again"
+        return f"new, {self.origin['flag']}" if self.origin else "new"
+
+    def lines(self) -> list[str]:
+        """What was passed over and what was changed, a line each."""
+        lines = [f"passed   {reason}" for reason in self.passed_over]
+        if self.checkpoint is not None:
+            lines.insert(0, f"begins   from {self.checkpoint.folder}")
+        changed = self.origin.get("changed", {}) if self.way == "forked" else {}
+        return lines + [f"changed  {name}: {theirs} → {ours}" for name, (theirs, ours) in changed.items()]
+
+
+def find_beginning(
+    world: World, directory: RunDirectory | None, path: Path, identity: Mapping[str, Any], source: Source | None
+) -> Beginning:
+    """Decides how the run at `path` begins. Every rank must call it; `directory` is rank 0's.
+
+    A run that was started here continues from its newest checkpoint that counts and is whole, whose bytes the ranks
+    verify together. Raises RunError for another job's run, for checkpoints of which none can be used, and for a
+    `source` that has none.
+    """
+    told = on_first_rank(world, partial(_look, directory, path, identity, source))
+    seen = _Seen(**json.loads(world.gather_text(json.dumps(asdict(told) if told else None))[0]))
+    begins = Beginning(seen.way, seen.run_id, seen.epoch, origin=seen.origin)
+    if seen.way == "new":
+        return begins
+    lineage = Lineage(seen.source_id, {int(epoch): step for epoch, step in seen.resumed.items()})
+    found, refused = find_checkpoint(
+        Path(seen.source), lineage, seen.steps, share=(world.rank, world.size), agree=partial(_first_fault, world)
+    )
+    if found is None and (refused or seen.way != "resumed"):
+        raise _nothing_to_begin_from(seen, refused)
+    if found is None:
+        return replace(begins, way="again")
+    # Of a source without a step, the newest by now: a start that was killed before it saved begins there again.
+    origin = {**seen.origin, "step": found.step} if seen.way != "resumed" else seen.origin
+    return replace(begins, checkpoint=found, passed_over=refused, origin=origin)
+
+
+def restore(beginning: Beginning, engine: Engine, names: StateNames) -> None:
+    """Puts the checkpoint's state, or with --from its weights alone, into the engine. Every rank must call it."""
+    if beginning.checkpoint is None:
+        return
+    state = beginning.checkpoint.state
+    with open_checkpoint(beginning.checkpoint.folder, beginning.checkpoint.manifest) as reader:
+        if beginning.way == "from":
+            restore_model(engine.model, reader)
+            return
+        names.restore(reader, state.model, state.optimizer)
+    engine.num_updates = state.num_updates
+    if engine.loss_scale is not None and state.loss_scale is not None:
+        engine.loss_scale.value = float(state.loss_scale["value"])
+        engine.loss_scale.good_steps = int(state.loss_scale["good_steps"])
+
+
+def take_over(directory: RunDirectory, beginning: Beginning) -> None:
+    """Makes the run's records end where it begins, and clears what killed saves left. On rank 0, before step 1."""
+    directory.take_over(beginning.step)
+    folder = directory.path / CHECKPOINTS_FOLDER
+    if folder.is_dir():
+        discard_leftovers(folder)
+
+
+def remaining_job(job: Job, beginning: Beginning) -> tuple[Job, int]:
+    """The job with the steps that are left to it, and by how many samples its order is shifted.
+
+    Both matter only where a fork changed the global batch: what is behind it was counted in other batches. A length
+    in epochs then becomes the steps that its samples still take.
+    """
+    shift = beginning.position - beginning.step * job.global_batch
+    if shift == 0 or job.steps is not None:
+        return job, shift
+    left = max(0, job.total_samples - beginning.position)
+    return job.with_overrides(steps=beginning.step - (-left // job.global_batch), seed=None, global_batch=None), shift
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What rank 0 found in the directories, told to all."""
+
+    way: Way
+    run_id: str
+    epoch: int
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    source_id: str = ""
+    resumed: Mapping[str, int] = field(default_factory=dict)
+    steps: Sequence[int] = ()
+
+
+def _look(directory: RunDirectory | None, path: Path, identity: Mapping[str, Any], source: Source | None) -> _Seen:
+    assert directory is not None
+    started = directory.read_started(identity)
+    if started is not None:
+        _check_source(path, started.origin, source)
+        lineage = directory.lineage(started.id)
+        resumed = {str(epoch): step for epoch, step in lineage.resumed.items()}
+        way: Way = "resumed"
+        steps, origin = list_steps(path), dict(started.origin)
+        # A fork or copy that was killed before it first saved begins from its source again.
+        if not origin or steps:
+            return _Seen(way, started.id, directory.epoch, origin, str(path), started.id, resumed, steps)
+        source = source or Source(origin["way"], origin["text"])
+        return _from_source(directory, identity, source, run_id=started.id, step=origin["step"])
+    if source is None:
+        return _Seen("new", secrets.token_hex(8), directory.epoch)
+    return _from_source(directory, identity, source, run_id=secrets.token_hex(8), step=source.step)
+
+
+def _from_source(
+    directory: RunDirectory, identity: Mapping[str, Any], source: Source, *, run_id: str, step: int | None
+) -> _Seen:
+    if source.run.resolve() == directory.path.resolve():
+        raise RunError(
+            f"{source.flag} names the run's own directory.",
+            "A fork is a new run, beside the one it begins from.",
+            "Give it another --run.",
+        )
+    if not (source.run / RUN_FILE).is_file():
+        raise RunError(
+            f"{source.flag}: {source.run} holds no run.",
+            "A run is known by its run.json.",
+            "Give the directory of a run that has saved, such as runs/a, or runs/a@200 for its step 200.",
+        )
+    there = read_run(source.run / RUN_FILE)
+    lineage = read_lineage(source.run, there.id)
+    steps = list_steps(source.run)
+    if step is not None and step not in steps:
+        raise RunError(
+            f"{source.flag}: {source.run} has no checkpoint of step {step}.",
+            f"It has those of steps {describe_steps(steps)}.",
+            "Name one of them, or none for the newest.",
+        )
+    changed = {name: [theirs, ours] for name, theirs, ours in find_differences(there.identity, identity)}
+    origin = {
+        "way": source.way,
+        "text": source.text,
+        "flag": source.flag,
+        "run": str(source.run),
+        "run_id": there.id,
+        "step": step,
+        "changed": changed,
+    }
+    return _Seen(
+        source.way,
+        run_id,
+        directory.epoch,
+        origin,
+        str(source.run),
+        there.id,
+        {str(epoch): step for epoch, step in lineage.resumed.items()},
+        steps if step is None else [step],
+    )
+
+
+def _check_source(path: Path, origin: Mapping[str, Any], source: Source | None) -> None:
+    if source is None or (origin and source.flag == origin["flag"]):
+        return
+    before = f"with {origin['flag']}" if origin else "anew"
+    raise RunError(
+        f"{path} was started {before}; this command has {source.flag}.",
+        "A run has one beginning, and then continues from its own checkpoints.",
+        "Leave it out to continue the run, or give another --run.",
+    )
+
+
+def _first_fault(world: World, fault: str) -> str:
+    return next((each for each in world.gather_text(fault) if each), "")
+
+
+def _nothing_to_begin_from(seen: _Seen, refused: Sequence[str]) -> RunError:
+    reasons = " ".join(refused) if refused else "it has none."
+    if seen.way == "resumed":
+        return RunError(
+            f"no checkpoint of {seen.source} can be used: {reasons}",
+            "A run that has saved continues from a checkpoint, and never from the start unasked.",
+            f"Start a new run (another --run), or remove {Path(seen.source) / CHECKPOINTS_FOLDER} to begin again.",
+        )
+    return RunError(
+        f"{seen.origin['flag']}: no checkpoint of {seen.source} can be used: {reasons}",
+        "It begins from a checkpoint that is whole.",
+        "Name another step or another run.",
+    )
