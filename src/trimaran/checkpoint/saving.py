@@ -34,6 +34,7 @@ from trimaran.records import (
     PartRecord,
     StateRecord,
     TensorRecord,
+    find_gap,
     name_checkpoint,
     to_text,
 )
@@ -305,6 +306,13 @@ class _Save:
                 known = tensors.get(tensor)
                 parts = (*known.parts, part) if known else (part,)
                 tensors[tensor] = TensorRecord(dtype, tuple(shape), parts, is_complex)
+        for key, tensor_record in tensors.items():
+            if (gap := find_gap(tensor_record)) is not None:  # cut in a way that this module does not understand
+                raise CheckpointError(
+                    f"{key} as saved by {len(of_ranks)} ranks: {gap}.",
+                    "A checkpoint holds each number of a tensor once, or it is none.",
+                    "Please report this, with the layout and how the model is cut.",
+                )
         values = [each["values"] for each in of_ranks if each["values"] is not None]
         record = _merge(self.record, values)
         files[STATE_FILE] = _write_text(self._temporary / STATE_FILE, to_text(record))
