@@ -10,7 +10,7 @@ from trimaran.checkpoint.finding import (
     read_checkpoint,
 )
 from trimaran.checkpoint.reading import open_checkpoint, verify_files
-from trimaran.checkpoint.retention import Retention, delete_old
+from trimaran.checkpoint.retention import Keeper, Retention
 from trimaran.checkpoint.safetensors_folder import digest_files
 from trimaran.checkpoint.save import save_trained_weights, save_weights
 from trimaran.checkpoint.saving import Owner, Saved, Saver, discard_leftovers
@@ -19,6 +19,7 @@ from trimaran.checkpoint.weights import LoadedWeights, load_weights
 
 __all__ = [
     "Checkpoint",
+    "Keeper",
     "Lineage",
     "LoadedWeights",
     "NamedState",
@@ -28,7 +29,6 @@ __all__ = [
     "Saver",
     "StateNames",
     "checkpoint_folder",
-    "delete_old",
     "describe_steps",
     "digest_files",
     "discard_leftovers",

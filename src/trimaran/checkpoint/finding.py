@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,12 +50,22 @@ class Lineage:
 
 
 def list_steps(run: Path) -> list[int]:
-    """The steps of the directories that look like checkpoints, newest first: by their names, not by any clock."""
+    """The steps of what is named as a checkpoint is, newest first: by their names, not by any clock.
+
+    None where the run has no folder for them. Raises CheckpointError where that is a link, no folder, or unreadable:
+    a run whose checkpoints are out of reach has not lost them.
+    """
     folder = run / CHECKPOINTS_FOLDER
-    if not folder.is_dir():
+    try:
+        if folder.is_symlink():
+            raise _unlisted(folder, "is a link")
+        matches = [_NAME.fullmatch(name) for name in os.listdir(folder)]
+    except FileNotFoundError:
         return []
-    matches = [_NAME.fullmatch(entry.name) for entry in folder.iterdir()]
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
+    except OSError as problem:
+        raise _unlisted(folder, f"cannot be read: {problem.strerror}") from problem
+    steps = {int(match[1]) for match in matches if match and match.string == name_checkpoint(int(match[1]))}
+    return sorted(steps, reverse=True)
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -112,18 +123,17 @@ def _deal_files(manifest: Manifest, share: int, num_shares: int) -> list[str]:
     return mine
 
 
-def iterate_valid(run: Path, lineage: Lineage) -> Iterator[Checkpoint]:
-    """The checkpoints that count by their manifests and sizes, newest first; their bytes are not read."""
-    for step in list_steps(run):
-        try:
-            yield read_checkpoint(checkpoint_folder(run, step), lineage)
-        except CheckpointError:
-            continue
-
-
 def describe_steps(steps: Sequence[int]) -> str:
     """Steps for a message: "10, 20, 30", or "none"."""
     return ", ".join(map(str, sorted(steps))) or "none"
+
+
+def _unlisted(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} {what}.",
+        "A run keeps its checkpoints in a folder of its own directory, and nowhere else.",
+        "Give --run the directory that really holds them, or make that folder readable.",
+    )
 
 
 def _refusal(folder: Path, what: str) -> CheckpointError:

@@ -23,7 +23,7 @@ from trimaran.checkpoint import (
     restore_model,
 )
 from trimaran.engine import Engine
-from trimaran.errors import RunError
+from trimaran.errors import CheckpointError, RunError
 from trimaran.job import Job
 from trimaran.records import CHECKPOINTS_FOLDER, RUN_FILE, read_run
 from trimaran.run.agree import on_first_rank
@@ -183,7 +183,7 @@ def _look(directory: RunDirectory | None, path: Path, identity: Mapping[str, Any
         lineage = directory.lineage(started.id)
         resumed = {str(epoch): step for epoch, step in lineage.resumed.items()}
         way: Way = "resumed"
-        steps, origin = list_steps(path), dict(started.origin)
+        steps, origin = _list_steps(path), dict(started.origin)
         # A fork or copy that was killed before it first saved begins from its source again.
         if not origin or steps:
             return _Seen(way, started.id, directory.epoch, origin, str(path), started.id, resumed, steps)
@@ -211,7 +211,7 @@ def _from_source(
         )
     there = read_run(source.run / RUN_FILE)
     lineage = read_lineage(source.run, there.id)
-    steps = list_steps(source.run)
+    steps = _list_steps(source.run)
     if step is not None and step not in steps:
         raise RunError(
             f"{source.flag}: {source.run} has no checkpoint of step {step}.",
@@ -238,6 +238,13 @@ def _from_source(
         {str(epoch): step for epoch, step in lineage.resumed.items()},
         steps if step is None else [step],
     )
+
+
+def _list_steps(run: Path) -> list[int]:
+    try:
+        return list_steps(run)
+    except CheckpointError as problem:  # told to all ranks as a fault of the run's directory
+        raise RunError(problem.value, problem.rule, problem.remedy) from problem
 
 
 def _check_source(path: Path, origin: Mapping[str, Any], source: Source | None) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from trimaran.checkpoint import (
-    Lineage,
+    Keeper,
     NamedState,
     Owner,
     Retention,
@@ -19,7 +19,6 @@ from trimaran.checkpoint import (
     Saver,
     StateNames,
     checkpoint_folder,
-    delete_old,
 )
 from trimaran.engine import Engine
 from trimaran.errors import UsageError
@@ -35,7 +34,7 @@ from trimaran.units import Duration, format_bytes, format_seconds
 from trimaran.world.groups import World
 
 FIRST_SAVE_STEP = 20
-"""A saving that fails should fail early, and not after the first ten minutes."""
+"""Of a run that has not saved before: a saving that fails should fail early, and not after ten minutes."""
 REQUEST_FILE = "save"
 _LOOK_SECONDS = 1.0
 _GRACE_SECONDS = 30.0
@@ -106,16 +105,24 @@ class Saving:
         if self._best is not None:
             told = world.gather_text("" if self._best_value is None else repr(self._best_value))[0]
             self._best_value = float(told) if told else None
+        self._first_step = beginning.step
         self._saved_step = beginning.step
         self._saved_any = beginning.way == "resumed"
         self._is_best = False
         self._saved_at = time.monotonic()
         self._looked_at = 0.0
-        self._warned = ""
+        self._has_warned = False
         confirm = directory.confirm if directory is not None else _nothing
         tidy: Callable[[int], None] = lambda step: None  # noqa: E731
         if directory is not None:
-            tidy = partial(self._tidy, directory, directory.lineage(beginning.run_id), retention_of(options, job))
+            keeper = Keeper(
+                path,
+                directory.lineage(beginning.run_id),
+                retention_of(options, job),
+                epoch=directory.epoch,
+                confirm=directory.confirm,
+            )
+            tidy = partial(self._tidy, keeper)
         self._saver = Saver(
             path / CHECKPOINTS_FOLDER,
             world=world,
@@ -136,7 +143,7 @@ class Saving:
         if now - self._looked_at >= _LOOK_SECONDS:
             self._looked_at = now
             file = self._path / REQUEST_FILE
-            if file.exists():
+            if file.is_file():
                 file.unlink(missing_ok=True)
                 return True
         return wants
@@ -166,7 +173,8 @@ class Saving:
         if self._times.never:
             return False
         every = self._times.steps
-        return (every is not None and step % every == 0) or (step == FIRST_SAVE_STEP and not self._saved_any)
+        early = step - self._first_step == FIRST_SAVE_STEP and not self._saved_any
+        return early or (every is not None and step % every == 0)
 
     def save(self, step: int, validation: Mapping[str, float] | None, *, blocking: bool = False) -> None:
         """Saves the state after `step`, whose record must have been written. Every rank must call it."""
@@ -177,8 +185,8 @@ class Saving:
             )
         self._saved_step, self._saved_any, self._is_best = step, True, False
         self._saved_at = time.monotonic()
-        if warning and warning != self._warned:
-            self._warned = warning
+        if warning and not self._has_warned:
+            self._has_warned = True
             self._console.line(f"save     {warning}")
         self.tell()
 
@@ -204,12 +212,11 @@ class Saving:
 
     def tell(self) -> None:
         """Says what was committed since the last call."""
-        saved = self._saver.take_finished()
-        if saved is None or self._directory is None:
-            return
-        text = _describe_saved(saved)
-        self._directory.note("saved", saved.step, text)
-        self._console.line(f"saved    step {saved.step}  {text}")
+        for saved in self._saver.take_finished():
+            if self._directory is not None:
+                text = _describe_saved(saved)
+                self._directory.note("saved", saved.step, text)
+                self._console.line(f"saved    step {saved.step}  {text}")
 
     @property
     def newest(self) -> str:
@@ -233,15 +240,8 @@ class Saving:
             else {name: each for name, each in validation.items() if math.isfinite(each)},
         )
 
-    def _tidy(self, directory: RunDirectory, lineage: Lineage, retention: Retention, step: int) -> None:
-        directory.confirm()  # an owner that was replaced since it committed deletes nothing of the new one's
-        delete_old(
-            directory.path,
-            lineage,
-            retention,
-            epoch=directory.epoch,
-            during=lambda each: self._phases.reach("save:during-deletion", step=step, path=each.folder),
-        )
+    def _tidy(self, keeper: Keeper, step: int) -> None:
+        keeper.delete_old(lambda folder: self._phases.reach("save:during-deletion", step=step, path=folder))
 
 
 def _describe_saved(saved: Saved) -> str:
