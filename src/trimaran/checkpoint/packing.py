@@ -11,7 +11,6 @@ from torch import Tensor
 from trimaran.errors import CheckpointError
 
 _TENSOR, _FLOAT = "tensor", "float"
-_CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "dict": dict}
 
 
 def pack(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
@@ -26,19 +25,20 @@ def pack(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {_FLOAT: str(value)}
-    for name, kind in _CONTAINERS.items():
-        if type(value) is not kind:
-            continue
-        if kind is dict and not all(isinstance(each, str) for each in iter(value)):
-            break
-        entries: Iterable[tuple[Any, Any]] = value.items() if kind is dict else enumerate(value)
-        packed = [[str(each), pack(inner, f"{key}.{each}", tensors)] for each, inner in entries]
-        return {name: packed}
+    # Not their subclasses: a named tuple or a defaultdict would come back as another thing.
+    if type(value) in (list, tuple):
+        return {type(value).__name__: _pack_entries(enumerate(value), key, tensors)}
+    if type(value) is dict and all(isinstance(each, str) for each in value):
+        return {"dict": _pack_entries(value.items(), key, tensors)}
     raise CheckpointError(
         f"{key} is {value!r}, a {type(value).__name__}.",
         "A checkpoint holds tensors, numbers, strings, and lists, tuples and dicts of them: nothing that runs.",
         "Keep such a value out of the state, or as a tensor.",
     )
+
+
+def _pack_entries(entries: Iterable[tuple[Any, Any]], key: str, tensors: dict[str, Tensor]) -> list[list[Any]]:
+    return [[str(each), pack(inner, f"{key}.{each}", tensors)] for each, inner in entries]
 
 
 def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
@@ -51,4 +51,7 @@ def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
     if kind == _FLOAT:
         return float(content)
     inner = [(key, unpack(each, read)) for key, each in content]
-    return dict(inner) if kind == "dict" else _CONTAINERS[kind](each for _, each in inner)
+    if kind == "dict":
+        return dict(inner)
+    values = [each for _, each in inner]
+    return tuple(values) if kind == "tuple" else values

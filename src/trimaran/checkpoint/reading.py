@@ -69,8 +69,12 @@ class CheckpointReader:
         return self.manifest.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The saved type of the numbers."""
+        """The saved type of the numbers; of a complex tensor that of their parts."""
         return DTYPES[self.manifest.tensors[name].dtype]
+
+    def is_complex(self, name: str) -> bool:
+        """Whether the tensor was complex, and is saved as pairs."""
+        return self.manifest.tensors[name].is_complex
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU, complex where it was."""

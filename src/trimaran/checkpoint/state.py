@@ -40,7 +40,7 @@ class StateNames:
         self._model = model
         self._optimizer = optimizer
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._options = [self._pack_options(group, {}) for group in optimizer.param_groups]
+        self._options = [self._pack_options(group) for group in optimizer.param_groups]
 
     def collect(self) -> NamedState:
         """The state as it is now; its tensors are those in use. Raises CheckpointError for what cannot be saved."""
@@ -88,14 +88,13 @@ class StateNames:
             (parameters if name is not None else shared)[name or owner_key] = packed
         changed = []
         for group, before in zip(self._optimizer.param_groups, self._options, strict=True):
-            names = [self._names[each] for each in group["params"]]
-            within: dict[str, Tensor] = {}
-            now = self._pack_options(group, within)
-            values = {key: value for key, value in now.items() if value != before.get(key) or key in within}
-            if values and names:
-                tensors |= {f"{names[0]}.{key}": each for key, each in within.items()}
-                values = {key: _rekeyed(value, names[0]) for key, value in values.items()}
-                changed.append({"params": names, "values": values})
+            values = {}
+            for key, (packed, within) in self._pack_options(group).items():
+                if within or key not in before or packed != before[key][0]:
+                    values[key] = packed
+                    tensors |= within
+            if values and group["params"]:
+                changed.append({"params": [self._names[each] for each in group["params"]], "values": values})
         kind = type(self._optimizer)
         state.optimizer.update(
             kind=f"{kind.__module__}.{kind.__qualname__}", parameters=parameters, shared=shared, groups=changed
@@ -118,7 +117,7 @@ class StateNames:
             parameter = of_name[name]
             group = next(each for each in optimizer.param_groups if any(one is parameter for one in each["params"]))
             on_host = not (group.get("fused") or group.get("capturable"))
-            read = partial(_read_beside, reader, parameter=parameter, step_on_host=on_host)
+            read = partial(_read_beside, reader, owner=name, parameter=parameter, step_on_host=on_host)
             optimizer.state[parameter] = unpack(packed, read)
         for key, packed in values["shared"].items():
             shared_key: Any = key
@@ -131,20 +130,19 @@ class StateNames:
                         group[key] = unpack(packed, lambda name: reader.read(OPTIMIZER + name))
                     break
 
-    @staticmethod
-    def _pack_options(group: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The group's options by JSON; what cannot be packed is the job's own (a function), and never state."""
-        packed = {}
+    def _pack_options(self, group: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Tensor]]]:
+        """The group's options as JSON and tensors; what cannot be packed is the job's own (a function), never state."""
+        first = self._names[group["params"][0]] if group["params"] else ""
+        options = {}
         for key, value in group.items():
             if key in _ENGINE_SETS:
                 continue
             within: dict[str, Tensor] = {}
             try:
-                packed[key] = pack(value, key, within)
+                options[key] = (pack(value, f"*group.{first}.{key}", within), within)
             except CheckpointError:
                 continue
-            tensors |= within
-        return packed
+        return options
 
 
 def restore_model(model: nn.Module, reader: CheckpointReader, extra: Mapping[str, Any] | None = None) -> None:
@@ -178,21 +176,23 @@ def restore_model(model: nn.Module, reader: CheckpointReader, extra: Mapping[str
         model.load_state_dict(values, strict=False)
 
 
-def _read_beside(reader: CheckpointReader, key: str, *, parameter: Tensor, step_on_host: bool) -> Tensor:
+def _read_beside(reader: CheckpointReader, key: str, *, owner: str, parameter: Tensor, step_on_host: bool) -> Tensor:
     """A tensor of a parameter's state: cut, strided and placed like the parameter where it has its shape.
 
     It keeps its type, except that one which had the parameter's type has it still where that is now another
     (fp32 continued as fp64). A count of steps stays on the host where torch's optimizers keep it there.
     """
     name = OPTIMIZER + key
-    dtype, shape = reader.dtype(name), reader.shape(name)
+    dtype, shape, is_complex = reader.dtype(name), reader.shape(name), reader.is_complex(name)
     if key.endswith(".step") and shape == ():
         return reader.read(name).to("cpu" if step_on_host else parameter.device)
-    if shape != whole_shape(parameter):
+    if shape != whole_shape(parameter) or is_complex != parameter.is_complex():
         return reader.read(name).to(parameter.device)
-    saved_as = reader.find(MODEL + key.rpartition(".")[0])
+    saved_as = reader.find(MODEL + owner)
     if saved_as is not None and reader.dtype(saved_as) == dtype and dtype.is_floating_point:
         dtype = parameter.dtype
+    elif is_complex:
+        dtype = dtype.to_complex()
     # Strides too: fused kernels go through parameter and state side by side, and do not look at strides.
     like = torch.empty_like(parameter.detach(), dtype=dtype)
     reader.read_into(like, name)
@@ -209,16 +209,6 @@ def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _place(tensor: Tensor) -> tuple[object, ...]:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
-
-
-def _rekeyed(packed: Any, owner: str) -> Any:
-    """A packed option whose tensors are named under `owner`."""
-    if not isinstance(packed, dict):
-        return packed
-    ((kind, content),) = packed.items()
-    if kind == "tensor":
-        return {kind: f"{owner}.{content}"}
-    return packed if kind == "float" else {kind: [[key, _rekeyed(each, owner)] for key, each in content]}
 
 
 def _describe(owner: object) -> str:

@@ -113,7 +113,7 @@ class Saving:
         self._looked_at = 0.0
         self._warned = ""
         confirm = directory.confirm if directory is not None else _nothing
-        tidy: Callable[[Path], None] = lambda committed: None  # noqa: E731
+        tidy: Callable[[int], None] = lambda step: None  # noqa: E731
         if directory is not None:
             tidy = partial(self._tidy, directory, directory.lineage(beginning.run_id), retention_of(options, job))
         self._saver = Saver(
@@ -233,14 +233,14 @@ class Saving:
             else {name: each for name, each in validation.items() if math.isfinite(each)},
         )
 
-    def _tidy(self, directory: RunDirectory, lineage: Lineage, retention: Retention, committed: Path) -> None:
-        del committed
+    def _tidy(self, directory: RunDirectory, lineage: Lineage, retention: Retention, step: int) -> None:
+        directory.confirm()  # an owner that was replaced since it committed deletes nothing of the new one's
         delete_old(
             directory.path,
             lineage,
             retention,
             epoch=directory.epoch,
-            during=lambda each: self._phases.reach("save:during-deletion", step=self._saved_step, path=each.folder),
+            during=lambda each: self._phases.reach("save:during-deletion", step=step, path=each.folder),
         )
 
 
