@@ -10,6 +10,7 @@ from trimaran.checkpoint.finding import (
     read_checkpoint,
     split_step,
 )
+from trimaran.checkpoint.hugging_face import describe_hugging_face
 from trimaran.checkpoint.reading import open_checkpoint, verify_files
 from trimaran.checkpoint.retention import Keeper, Retention
 from trimaran.checkpoint.safetensors_folder import digest_files
@@ -30,6 +31,7 @@ __all__ = [
     "Saver",
     "StateNames",
     "checkpoint_folder",
+    "describe_hugging_face",
     "describe_steps",
     "digest_files",
     "discard_leftovers",
