@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from saved_checkpoints import save_by_hand
+from trimaran.checkpoint.export import export_weights
 from trimaran.checkpoint.hugging_face import describe_hugging_face
 from trimaran.errors import CheckpointError, UsageError
-from trimaran.run.export import export_weights
 
 IDS = torch.arange(VOCABULARY)[None]
 

@@ -12,17 +12,17 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.checkpoint.finding import Checkpoint
+from trimaran.checkpoint.finding import Checkpoint, Lineage, describe_steps, find_checkpoint, list_steps, split_step
 from trimaran.checkpoint.hugging_face import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE
 from trimaran.checkpoint.reading import CheckpointReader, open_checkpoint
 from trimaran.checkpoint.shard_file import DTYPES, Entry, digest_file, write_shard
 from trimaran.checkpoint.state import MODEL
-from trimaran.errors import CheckpointError, UsageError
-from trimaran.records import FileRecord
+from trimaran.errors import CheckpointError, RunError, UsageError
+from trimaran.records import CHECKPOINTS_FOLDER, RUN_FILE, FileRecord
 from trimaran.units import parse_bytes
 
 SHARD_SIZE = "5GB"
@@ -49,7 +49,7 @@ class ExportedWeights:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What is wanted; see `trimaran.run.export.export_weights`. Raises UsageError for what cannot be meant."""
+    """What is wanted, as `export_weights` is told it. Raises UsageError for what cannot be meant."""
 
     out: Path
     hf: bool = False
@@ -75,6 +75,30 @@ class ExportRequest:
     def one_file(self) -> bool:
         """Whether it becomes a file, and no folder."""
         return self.out.name.endswith(SUFFIX)
+
+
+def export_weights(
+    run: str | Path,
+    out: str | Path,
+    *,
+    hf: bool = False,
+    trainable: bool = False,
+    shard_size: str = SHARD_SIZE,
+) -> ExportedWeights:
+    """Writes the weights of a run's checkpoint to `out`, and says what it wrote. For one process; needs no GPU.
+
+    `run` is a run's directory, or "runs/a@100" for its checkpoint of step 100; without a step it is the newest that
+    is whole. `out` ending in .safetensors becomes one file, otherwise a folder: model.safetensors, or, above
+    `shard_size`, several files with an index. Tensors keep their types and the names of the model's `state_dict`; tied
+    ones stand once, by their first name.
+
+    `trainable` takes the trained parameters alone. `hf` adds what `from_pretrained` reads; with `trainable` that is
+    the adapter of a PEFT model. Raises UsageError for what cannot be meant, an `out` that exists among it, RunError
+    for a run without such a checkpoint, and CheckpointError for a disk that cannot be written.
+    """
+    request = ExportRequest(Path(out), hf=hf, trainable=trainable, shard_size=shard_size)
+    checkpoint, passed_over = _find_source(str(run))
+    return replace(export_checkpoint(checkpoint, request), passed_over=tuple(passed_over))
 
 
 def export_checkpoint(checkpoint: Checkpoint, request: ExportRequest) -> ExportedWeights:
@@ -105,6 +129,40 @@ def export_checkpoint(checkpoint: Checkpoint, request: ExportRequest) -> Exporte
         texts=contents.texts,
         left_out=contents.left_out,
     )
+
+
+def _find_source(text: str) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint that RUN@step names, or a run's newest that counts and has its bytes; and why newer have not."""
+    run, step = split_step(text)
+    if not os.path.isfile(run / RUN_FILE):
+        raise RunError(
+            f"{run} holds no run." if os.path.isdir(run) else f"{run} is no directory of a run.",
+            "A run is known by its run.json.",
+            "Give the directory of a run that has saved, such as runs/a, or runs/a@200 for its step 200.",
+        )
+    lineage, steps = Lineage.read(run), list_steps(run)
+    if not steps:
+        raise RunError(
+            f"{run} has no checkpoints.",
+            f"A run saves them in {CHECKPOINTS_FOLDER}/ as it goes; one that ended before its first has none.",
+            "Give another run, or run this one again.",
+        )
+    if step is not None and step not in steps:
+        raise RunError(
+            f"{run} has no checkpoint of step {step}.",
+            f"It has those of steps {describe_steps(steps)}.",
+            f"Name one of them, such as {run}@{steps[0]}, or none for the newest.",
+        )
+    found, refused = find_checkpoint(run, lineage, steps if step is None else [step])
+    if found is None:
+        raise RunError(
+            f"no checkpoint of {run} can be used: {' '.join(refused)}"
+            if step is None
+            else f"the checkpoint of {text} cannot be used: {refused[0]}",
+            "Weights are taken from a checkpoint that is whole.",
+            "Name another step or another run.",
+        )
+    return found, refused
 
 
 # What is written

@@ -6,14 +6,17 @@ a process group of its own, while training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from trimaran.checkpoint.parts import Part, parts_to_write
 from trimaran.checkpoint.shard_file import DTYPE_NAMES, Entry, write_shard
 from trimaran.checkpoint.staging import Staging
 from trimaran.checkpoint.state import NamedState
-from trimaran.errors import CheckpointError, TrimaranError
+from trimaran.errors import CheckpointError, RunError, TrimaranError
 from trimaran.phases import Phases
 from trimaran.records import (
     MANIFEST_FILE,
@@ -34,7 +37,9 @@ from trimaran.records import (
     PartRecord,
     StateRecord,
     TensorRecord,
+    find_gap,
     name_checkpoint,
+    read_manifest,
     to_text,
 )
 from trimaran.units import format_bytes
@@ -42,6 +47,9 @@ from trimaran.world.device import available_host_bytes
 from trimaran.world.groups import World
 
 TEMPORARY = ".tmp-"
+_LEFTOVER = re.compile(r"step-[0-9]{8,12}\.tmp-(deleted-)?[0-9]+")
+_MOST_STAGED = 0.9
+"""Of the host memory that is free: training needs some too."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Saved:
 class Saver:
     """Saves a run's state into `folder`, one checkpoint at a time. Every rank has one and calls the same methods.
 
-    `tidy` runs on rank 0 after each commit, on the same thread, and may delete older checkpoints.
+    `tidy` runs on rank 0 after each commit, with its step, on the same thread, and may delete older checkpoints.
     """
 
     def __init__(
@@ -78,7 +86,7 @@ class Saver:
         world: World,
         phases: Phases,
         owner: Owner,
-        tidy: Callable[[Path], None] = lambda committed: None,
+        tidy: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._folder = folder
         self._world = world
@@ -87,7 +95,7 @@ class Saver:
         self._tidy = tidy
         self._staging = Staging()
         self._thread: threading.Thread | None = None
-        self._finished: Saved | None = None
+        self._finished: list[Saved] = []
         self._error: BaseException | None = None
 
     @property
@@ -148,9 +156,9 @@ class Saver:
             self._thread.start()
         return lacking
 
-    def take_finished(self) -> Saved | None:
-        """The save that was committed since the last call, if any; does not wait."""
-        finished, self._finished = self._finished, None
+    def take_finished(self) -> list[Saved]:
+        """The saves that were committed since the last call; does not wait."""
+        finished, self._finished = self._finished, []
         return finished
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -176,7 +184,7 @@ class Saver:
         for host in {each[1] for each in of_ranks}:
             wanted = sum(each[2] for each in of_ranks if each[1] == host)
             available = min(each[3] for each in of_ranks if each[1] == host)
-            if wanted > available:
+            if wanted > _MOST_STAGED * available:
                 return (
                     f"a copy to save from needs {format_bytes(wanted)} of host memory on {host}, where "
                     f"{format_bytes(available)} are free: training waits until the checkpoint is written"
@@ -190,7 +198,7 @@ class Saver:
             took = time.perf_counter() - began
             folder = self._folder / name_checkpoint(job.record.step)
             stalled += took if is_stalling else 0.0
-            self._finished = Saved(job.record.step, folder, num_bytes, stalled, took)
+            self._finished.append(Saved(job.record.step, folder, num_bytes, stalled, took))
         except BaseException as error:
             self._error = error
 
@@ -203,7 +211,7 @@ class _Save:
     world: World
     phases: Phases
     owner: Owner
-    tidy: Callable[[Path], None]
+    tidy: Callable[[int], None]
     state: NamedState
     record: StateRecord
     parts: Sequence[Part]
@@ -214,6 +222,7 @@ class _Save:
         written, fault = None, None
         try:
             written = self._write_parts()
+            self._reach("save:before-manifest")
         except Exception as problem:
             fault = self._describe(problem)
         told = json.dumps({"fault": fault, "written": written, "values": self._values()})
@@ -238,9 +247,9 @@ class _Save:
             shutil.rmtree(self._temporary, ignore_errors=True)
             return [self._describe(problem), 0]
         try:
-            self.tidy(self._target)
+            self.tidy(self.record.step)
         except Exception as problem:
-            return [self._describe(problem), num_bytes]
+            return [self._describe(problem, "is saved, and an older checkpoint cannot be deleted"), num_bytes]
         return [[], num_bytes]
 
     @property
@@ -305,6 +314,13 @@ class _Save:
                 known = tensors.get(tensor)
                 parts = (*known.parts, part) if known else (part,)
                 tensors[tensor] = TensorRecord(dtype, tuple(shape), parts, is_complex)
+        for key, tensor_record in tensors.items():
+            if (gap := find_gap(tensor_record)) is not None:  # cut in a way that this module does not understand
+                raise CheckpointError(
+                    f"{key} as saved by {len(of_ranks)} ranks: {gap}.",
+                    "A checkpoint holds each number of a tensor once, or it is none.",
+                    "Please report this, with the layout and how the model is cut.",
+                )
         values = [each["values"] for each in of_ranks if each["values"] is not None]
         record = _merge(self.record, values)
         files[STATE_FILE] = _write_text(self._temporary / STATE_FILE, to_text(record))
@@ -316,49 +332,73 @@ class _Save:
             tensors=tensors,
             aliases={name: first for each in values for name, first in each["aliases"].items()},
         )
-        self._reach("save:before-manifest")
         _write_text(self._temporary / MANIFEST_FILE, to_text(manifest))
         self._reach("save:after-manifest")
         _sync_folder(self._temporary)
-        self.owner.confirm()
         self._reach("save:before-rename")
-        if self._target.exists():  # left by a kill in the middle of deleting, or found damaged and passed over
-            discard(self._target, epoch=self.owner.epoch)
+        # Asked at the last moment: who slept until now and was replaced meanwhile must not touch what the new one has.
+        self.owner.confirm()
+        if os.path.lexists(self._target):
+            self._clear_target()
         self._temporary.rename(self._target)
         _sync_folder(self.folder)
+        _sync_folder(self.folder.parent)  # which may have this folder since this save
         self._reach("save:after-rename", self._target)
         return sum(each.num_bytes for each in files.values())
+
+    def _clear_target(self) -> None:
+        """Deletes what stands in the way: passed over as damaged, or left by an owner that this one replaced."""
+        with suppress(CheckpointError):
+            there = read_manifest(self._target)
+            if there.run_id == self.owner.run_id and there.epoch > self.owner.epoch:
+                raise RunError(
+                    f"{self._target} was written by owner {there.epoch} of the run; this process is owner "
+                    f"{self.owner.epoch}.",
+                    "A run has one writer.",
+                    "Let the newer one go on; this one ends here.",
+                )
+        discard(self._target, epoch=self.owner.epoch)
 
     def _reach(self, point: Any, path: Path | None = None) -> None:
         self.phases.reach(point, step=self.record.step, path=path or self._temporary)
 
-    def _describe(self, problem: Exception) -> list[str]:
+    def _describe(self, problem: Exception, fate: str = "cannot be written") -> list[str]:
         if isinstance(problem, TrimaranError):
             return [problem.value, problem.rule, problem.remedy]
         what = problem.strerror or problem if isinstance(problem, OSError) else f"{type(problem).__name__}: {problem}"
         return [
-            f"{self._target} cannot be written: {what}.",
+            f"{self._target} {fate}: {what}.",
             "A checkpoint is written whole or not at all, and a run that cannot save is not worth its price.",
             "Make room on that disk or make it writable, and start again: the run continues from its last checkpoint.",
         ]
 
 
 def discard(folder: Path, *, epoch: int, halfway: Callable[[], None] = lambda: None) -> None:
-    """Deletes a checkpoint: in one rename it is none any more, then its files go."""
+    """Deletes a checkpoint: in one rename it is none any more, then its files go.
+
+    Files that cannot go, as those that somebody still reads on a network disk, are left to `discard_leftovers`.
+    """
     doomed = folder.with_name(f"{folder.name}{TEMPORARY}deleted-{epoch}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove(doomed)
     folder.rename(doomed)
     halfway()
-    shutil.rmtree(doomed)
+    _remove(doomed)
 
 
 def discard_leftovers(folder: Path) -> None:
-    """Deletes what killed saves and deletions left under temporary names. Only for the owner, before it saves."""
-    for entry in folder.glob(f"step-*{TEMPORARY}*"):
-        if entry.is_symlink():
-            entry.unlink()
-        else:
-            shutil.rmtree(entry, ignore_errors=True)
+    """Deletes what saves and deletions left under temporary names. Only for the owner, while it saves nothing."""
+    for name in os.listdir(folder):
+        if _LEFTOVER.fullmatch(name):
+            _remove(folder / name)
+
+
+def _remove(path: Path) -> None:
+    """Deletes a folder, a file or a link, as far as it can be; what a link leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _entry(part: Part) -> Entry:

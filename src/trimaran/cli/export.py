@@ -42,7 +42,7 @@ class Export:
 def main(words: Sequence[str]) -> int:
     """Exports in this process, and prints what was written."""
     command = parse_whole_verb(Export, words, program=_PROGRAM)
-    from trimaran.run.export import export_weights
+    from trimaran.checkpoint.export import export_weights
 
     written = export_weights(
         command.run, command.out, hf=command.hf, trainable=command.trainable, shard_size=command.shard_size

@@ -7,6 +7,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 import trimaran.checkpoint.export as export_module
 from saved_checkpoints import save_by_hand
 from trimaran.checkpoint import load_weights
+from trimaran.checkpoint.export import export_weights
 from trimaran.checkpoint.reading import CheckpointReader
 from trimaran.checkpoint.shard_file import Entry
 from trimaran.errors import CheckpointError, RunError, UsageError
 from trimaran.job import Weights
-from trimaran.run.export import export_weights
+from trimaran.records import read_manifest, to_text
 
 
 class Net(nn.Module):
@@ -113,22 +115,10 @@ def test_the_trained_parameters_alone(tmp_path: Path, net: Net) -> None:
     assert same(load_file(tmp_path / "t.safetensors"), trained)
 
 
-def test_a_trained_parameter_that_is_tied_is_found(run: Path, net: Net, tmp_path: Path) -> None:
-    save_by_hand(run, net, step=200, trained=["norm.weight"])
-    state = run / "checkpoints" / "step-00000200" / "state.json"
-    rewrite(state, {"trained": ["head.weight"]})
-    export_weights(run, tmp_path / "t.safetensors", trainable=True)
-    assert torch.equal(load_file(tmp_path / "t.safetensors")["head.weight"], net.embed.weight)
-
-
-def rewrite(path: Path, changes: dict[str, Any]) -> None:
-    """Changes a JSON file of a checkpoint, and what its manifest says of it."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    if path.name != "manifest.json":
-        manifest = path.with_name("manifest.json")
-        files = json.loads(manifest.read_text())["files"]
-        record = export_module.digest_file(path)
-        rewrite(manifest, {"files": files | {path.name: {"num_bytes": record.num_bytes, "sha256": record.sha256}}})
+def test_a_trained_parameter_that_is_tied_is_found(net: Net, tmp_path: Path) -> None:
+    save_by_hand(tmp_path / "run", net, trained=["head.weight"])
+    export_weights(tmp_path / "run", tmp_path / "t.safetensors", trainable=True)
+    assert same(load_file(tmp_path / "t.safetensors"), {"head.weight": net.embed.weight.detach()})
 
 
 # Which checkpoint
@@ -170,6 +160,14 @@ def test_a_step_names_one_checkpoint_and_no_other(run: Path, net: Net, tmp_path:
     assert not (tmp_path / "b.safetensors").exists()
 
 
+def test_a_directory_may_have_an_at_sign_in_its_name(run: Path, tmp_path: Path) -> None:
+    run.rename(tmp_path / "a@5")
+    assert export_weights(tmp_path / "a@5", tmp_path / "a.safetensors").step == 100
+    assert export_weights(f"{tmp_path / 'a@5'}@100", tmp_path / "b.safetensors").step == 100
+    with pytest.raises(UsageError, match="names step 'newest'"):
+        export_weights(f"{tmp_path / 'a@5'}@newest", tmp_path / "c.safetensors")
+
+
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "checkpoints" / "step-00000100", run / "checkpoints" / "step-00000900")
     assert "of step 100" in export_weights(run, tmp_path / "a.safetensors").passed_over[0]
@@ -204,8 +202,15 @@ def test_runs_without_a_checkpoint_that_can_be_read(run: Path, tmp_path: Path) -
 def test_a_manifest_that_leaves_its_directory_is_refused(run: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.safetensors"
     shutil.copy(run / "checkpoints" / "step-00000100" / "shard-0.safetensors", secret)
-    manifest = run / "checkpoints" / "step-00000100" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"shard-0.safetensors"', '"../../../secret.safetensors"'))
+    folder = run / "checkpoints" / "step-00000100"
+    manifest = read_manifest(folder)
+    outside = "../../../secret.safetensors"
+    tensors = {
+        name: replace(each, parts=tuple(replace(part, file=outside) for part in each.parts))
+        for name, each in manifest.tensors.items()
+    }
+    files = {**manifest.files, outside: manifest.files["shard-0.safetensors"]}
+    (folder / "manifest.json").write_text(to_text(replace(manifest, files=files, tensors=tensors)))
     with pytest.raises(RunError, match="no plain file name"):
         export_weights(f"{run}@100", tmp_path / "a.safetensors")
     assert not (tmp_path / "a.safetensors").exists()
