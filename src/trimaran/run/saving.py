@@ -106,6 +106,7 @@ class Saving:
         if self._best is not None:
             told = world.gather_text("" if self._best_value is None else repr(self._best_value))[0]
             self._best_value = float(told) if told else None
+        self._first_save_step = beginning.step + FIRST_SAVE_STEP
         self._saved_step = beginning.step
         self._saved_any = beginning.way == "resumed"
         self._is_best = False
@@ -166,12 +167,14 @@ class Saving:
         if self._times.never:
             return False
         every = self._times.steps
-        return (every is not None and step % every == 0) or (step == FIRST_SAVE_STEP and not self._saved_any)
+        return (every is not None and step % every == 0) or (step == self._first_save_step and not self._saved_any)
 
     def save(self, step: int, validation: Mapping[str, float] | None, *, blocking: bool = False) -> None:
         """Saves the state after `step`, whose record must have been written. Every rank must call it."""
         with self._phases("save"):
             self._engine.settle()
+            self._saver.wait()
+            self.tell()  # of the save before, which may just have ended
             warning = self._saver.save(
                 self._names.collect, partial(self._describe, step, validation), blocking=blocking
             )
