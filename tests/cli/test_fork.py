@@ -115,8 +115,14 @@ def test_from_takes_the_weights_alone(command: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--fork", "a", "--width", "9"), "--fork a: parameter up.weight is of shape 8×4; in this job it is of shape 9×4"),
-        (("--from", "a", "--width", "9"), "--from a: parameter up.weight is of shape 8×4; in this job it is of shape 9×4"),
+        (
+            ("--fork", "a", "--width", "9"),
+            "--fork a: parameter up.weight is of shape 8×4; in this job it is of shape 9×4",
+        ),
+        (
+            ("--from", "a", "--width", "9"),
+            "--from a: parameter up.weight is of shape 8×4; in this job it is of shape 9×4",
+        ),
         (("--fork", "a@5"), "--fork a@5: a has no checkpoint of step 5."),
         (("--fork", "nowhere"), "--fork nowhere: nowhere holds no run."),
         (("--fork", "b"), "--fork b names the run's own directory."),
@@ -135,10 +141,19 @@ def test_what_cannot_be_begun_from_is_refused(command: Any, words: tuple[str, ..
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("adamw(lr=lr)", "sgd(lr=lr, momentum=0.9)"), "the checkpoint's optimizer is torch.optim.adamw.AdamW; this job"),
+        (
+            ("adamw(lr=lr)", "sgd(lr=lr, momentum=0.9)"),
+            "the checkpoint's optimizer is torch.optim.adamw.AdamW; this job",
+        ),
         (("nn.Linear(width, 1)", "nn.Linear(width, 1).requires_grad_(False)"), "down.weight was trained when the"),
-        (("nn.Linear(width, 1)", "nn.Linear(width, 1, bias=False)"), "parameter down.bias is of shape 1; in this job it "),
-        (("self.what, _", "self.more = nn.Linear(3, 3); self.what, _"), "parameter more.weight is not there; in this job"),
+        (
+            ("nn.Linear(width, 1)", "nn.Linear(width, 1, bias=False)"),
+            "parameter down.bias is of shape 1; in this job it ",
+        ),
+        (
+            ("self.what, _", "self.more = nn.Linear(3, 3); self.what, _"),
+            "parameter more.weight is not there; in this job",
+        ),
         (
             ("self.what, _", "self.register_buffer('more', torch.ones(3)); self.what, _"),
             "1 tensors of the model are not in the checkpoint: more.",
@@ -214,7 +229,9 @@ def fork(other: Path, run: Path, job: Job, *, until: int | None = None, save_eve
 
 def ids_at(start: int, stop: int, num_samples: int = CASE.samples) -> Ids:
     positions = torch.arange(start, stop).numpy()
-    return list(zip(positions.tolist(), Order(num_samples, build_job(CASE).seed).at(positions)[1].tolist(), strict=True))
+    return list(
+        zip(positions.tolist(), Order(num_samples, build_job(CASE).seed).at(positions)[1].tolist(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("batch", [3, 5, 12])
@@ -252,7 +269,7 @@ def fork_on_this_rank(other: Path, run: Path) -> Ids:
 
 
 def test_another_layout_is_equal_to_rounding(pool: Pool, other: Path, tmp_path: Path) -> None:
-    seen = sum(pool.run(fork_on_this_rank, 3, other, tmp_path / "a"), start=[])
+    seen = [each for ids in pool.run(fork_on_this_rank, 3, other, tmp_path / "a") for each in ids]
     assert sorted(seen) == ids_at(32, 64)
     assert losses_of(tmp_path / "a") == pytest.approx(losses_of(other)[4:], rel=1e-12, abs=0)
     ours, theirs = read_newest(tmp_path / "a"), read_newest(other)
@@ -260,7 +277,9 @@ def test_another_layout_is_equal_to_rounding(pool: Pool, other: Path, tmp_path: 
         torch.testing.assert_close(ours.tensors[name], each, rtol=1e-10, atol=1e-12)
 
 
-def test_other_data_goes_on_at_its_own_position(other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_data_goes_on_at_its_own_position(
+    other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen = fork(other, tmp_path / "a", job(data=Rows(30, seed=4)))
     out = capsys.readouterr().out
     assert "changed  data.length: 24 → 30" in out
@@ -295,7 +314,7 @@ def test_a_fork_of_the_newest_stays_with_it(other: Path, tmp_path: Path) -> None
     assert [each for each in events_of(tmp_path / "a") if each[0] == "forked"] == [("forked", 4)] * 2
     assert lines_of(tmp_path / "a/metrics.jsonl") == lines_of(other / "metrics.jsonl")[4:]
     shutil.rmtree(copy / "checkpoints/step-00000004")
-    with pytest.raises(RunError, match="began from step 4 of .*, which is no more"):
+    with pytest.raises(RunError, match=r"began from step 4 of .*, which is no more"):
         train(job(), "precision=fp64", **begin | {"run": tmp_path / "b"})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import trimaran as tm
 import trimaran.run.assemble as assemble
 from resuming import NEVER, Case, assert_same_run, build_job, train
 from tiny_job import events_of
+from trimaran.batch import RankBatch
 from trimaran.checkpoint import Lineage, NamedState, Owner, Saver, StateNames, find_checkpoint, list_steps
 from trimaran.errors import CheckpointError, RunError, TrimaranError
 from trimaran.layout import Layout
@@ -103,12 +104,16 @@ def test_an_orphan_in_the_middle_of_a_save(
         orphan._saving._saver.wait()
     orphan.step(late)
     with pytest.raises(RunError, match="taken over by another start"):
-        for batch in batches:
-            orphan.step(batch)
+        go_on(orphan, batches)
     with pytest.raises(RunError, match="taken over"), orphan:
         raise KeyError("the loop's own")
     assert contents(tmp_path / "a") == files
     assert_same_run(tmp_path / "a", undisturbed)
+
+
+def go_on(running: Run, batches: Iterable[RankBatch]) -> None:
+    for batch in batches:
+        running.step(batch)
 
 
 def contents(run: Path) -> dict[str, bytes]:

@@ -67,7 +67,7 @@ def test_interrupted_once_all_ranks_stop_at_one_step_and_save(tmp_path: Path, fa
     assert (code, err) == (75, "")
     steps = len(lines_of(tmp_path / "a/metrics.jsonl"))
     assert 3 <= steps < 10
-    assert events_of(tmp_path / "a") == [("started", 0), ("stopped", steps)]
+    assert events_of(tmp_path / "a") == [("started", 0), ("saved", steps), ("stopped", steps)]
     assert f"stopped on request after step {steps}/50" in out
     assert (tmp_path / "a/model.safetensors").exists()
 

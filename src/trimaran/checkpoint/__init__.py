@@ -8,9 +8,11 @@ from trimaran.checkpoint.finding import (
     find_checkpoint,
     list_steps,
     read_checkpoint,
+    split_step,
 )
+from trimaran.checkpoint.hugging_face import describe_hugging_face
 from trimaran.checkpoint.reading import open_checkpoint, verify_files
-from trimaran.checkpoint.retention import Retention, delete_old
+from trimaran.checkpoint.retention import Keeper, Retention
 from trimaran.checkpoint.safetensors_folder import digest_files
 from trimaran.checkpoint.save import save_trained_weights, save_weights
 from trimaran.checkpoint.saving import Owner, Saved, Saver, discard_leftovers
@@ -19,6 +21,7 @@ from trimaran.checkpoint.weights import LoadedWeights, load_weights
 
 __all__ = [
     "Checkpoint",
+    "Keeper",
     "Lineage",
     "LoadedWeights",
     "NamedState",
@@ -28,7 +31,7 @@ __all__ = [
     "Saver",
     "StateNames",
     "checkpoint_folder",
-    "delete_old",
+    "describe_hugging_face",
     "describe_steps",
     "digest_files",
     "discard_leftovers",
@@ -40,5 +43,6 @@ __all__ = [
     "restore_model",
     "save_trained_weights",
     "save_weights",
+    "split_step",
     "verify_files",
 ]

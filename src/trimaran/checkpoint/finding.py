@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trimaran.checkpoint.reading import read_whole_manifest, verify_files
-from trimaran.errors import CheckpointError
-from trimaran.records import CHECKPOINTS_FOLDER, Manifest, StateRecord, name_checkpoint
+from trimaran.errors import CheckpointError, UsageError
+from trimaran.records import (
+    CHECKPOINTS_FOLDER,
+    RUN_FILE,
+    Manifest,
+    StateRecord,
+    name_checkpoint,
+    read_owner,
+    read_run,
+)
 
 _NAME = re.compile(r"step-([0-9]{8,12})")
 
@@ -38,6 +47,11 @@ class Lineage:
     run_id: str
     resumed: Mapping[int, int]
 
+    @classmethod
+    def read(cls, run: Path) -> Lineage:
+        """That of the run in a directory, which need not be locked. Raises RunError where no run is there."""
+        return cls(read_run(run / RUN_FILE).id, read_owner(run).resumed)
+
     def find_fault(self, manifest: Manifest) -> str | None:
         """Why a checkpoint does not count; None where it does."""
         if manifest.run_id != self.run_id:
@@ -48,13 +62,38 @@ class Lineage:
         return None
 
 
+def split_step(text: str) -> tuple[Path, int | None]:
+    """Directory and step of RUN@step, or RUN and None. A directory that has an @ in its own name is found, too.
+
+    Raises UsageError where what follows the @ is no step.
+    """
+    run, at, step = text.rpartition("@")
+    if not at or Path(text).is_dir():
+        return Path(text), None
+    if not re.fullmatch(r"[0-9]{1,18}", step):
+        raise UsageError(
+            f"{text!r} names step {step!r}.", "A checkpoint of a run is named RUN@STEP.", f"Write, say, {run}@100."
+        )
+    return Path(run), int(step)
+
+
 def list_steps(run: Path) -> list[int]:
-    """The steps of the directories that look like checkpoints, newest first: by their names, not by any clock."""
+    """The steps of what is named as a checkpoint is, newest first: by their names, not by any clock.
+
+    None where the run has no folder for them. Raises CheckpointError where that is a link, no folder, or unreadable:
+    a run whose checkpoints are out of reach has not lost them.
+    """
     folder = run / CHECKPOINTS_FOLDER
-    if not folder.is_dir():
+    try:
+        if folder.is_symlink():
+            raise _unlisted(folder, "is a link")
+        matches = [_NAME.fullmatch(name) for name in os.listdir(folder)]
+    except FileNotFoundError:
         return []
-    matches = [_NAME.fullmatch(entry.name) for entry in folder.iterdir()]
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
+    except OSError as problem:
+        raise _unlisted(folder, f"cannot be read: {problem.strerror}") from problem
+    steps = {int(match[1]) for match in matches if match and match.string == name_checkpoint(int(match[1]))}
+    return sorted(steps, reverse=True)
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -112,18 +151,17 @@ def _deal_files(manifest: Manifest, share: int, num_shares: int) -> list[str]:
     return mine
 
 
-def iterate_valid(run: Path, lineage: Lineage) -> Iterator[Checkpoint]:
-    """The checkpoints that count by their manifests and sizes, newest first; their bytes are not read."""
-    for step in list_steps(run):
-        try:
-            yield read_checkpoint(checkpoint_folder(run, step), lineage)
-        except CheckpointError:
-            continue
-
-
 def describe_steps(steps: Sequence[int]) -> str:
     """Steps for a message: "10, 20, 30", or "none"."""
     return ", ".join(map(str, sorted(steps))) or "none"
+
+
+def _unlisted(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} {what}.",
+        "A run keeps its checkpoints in a folder of its own directory, and nowhere else.",
+        "Give --run the directory that really holds them, or make that folder readable.",
+    )
 
 
 def _refusal(folder: Path, what: str) -> CheckpointError:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
+import reprlib
+import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -16,7 +20,7 @@ from torch import Tensor
 from trimaran.checkpoint.parts import local_part
 from trimaran.checkpoint.shard_file import DTYPES, digest_file
 from trimaran.errors import CheckpointError
-from trimaran.records import Manifest, PartRecord, StateRecord, read_manifest, read_state
+from trimaran.records import FileRecord, Manifest, PartRecord, StateRecord, TensorRecord, read_manifest, read_state
 
 _MOST_THREADS = 8
 
@@ -26,15 +30,20 @@ def read_whole_manifest(folder: Path) -> tuple[Manifest, StateRecord]:
 
     Raises CheckpointError that says what is wrong with it.
     """
-    if folder.is_symlink():
+    if os.path.islink(folder):
         raise _refusal(folder, "is a link")
     manifest = read_manifest(folder)
     for name, file in manifest.files.items():
         path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise _refusal(path, "is a link" if path.is_symlink() else "is missing")
-        if (found := path.stat().st_size) != file.num_bytes:
-            raise _refusal(path, f"has {found} bytes; it was written with {file.num_bytes}")
+        try:
+            about = path.lstat()
+        except OSError as problem:
+            missing = isinstance(problem, FileNotFoundError)
+            raise _refusal(path, "is missing" if missing else f"cannot be read: {problem.strerror}") from problem
+        if not stat.S_ISREG(about.st_mode):
+            raise _refusal(path, "is a link" if stat.S_ISLNK(about.st_mode) else "is no file")
+        if about.st_size != file.num_bytes:
+            raise _refusal(path, f"has {about.st_size} bytes; it was written with {file.num_bytes}")
     state = read_state(folder)
     if state.step != manifest.step:
         raise _refusal(folder, f"has state of step {state.step} and a manifest of step {manifest.step}")
@@ -44,11 +53,18 @@ def read_whole_manifest(folder: Path) -> tuple[Manifest, StateRecord]:
 def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> None:
     """Raises CheckpointError for the first of these files whose bytes are not those that were written."""
     with ThreadPoolExecutor(min(_MOST_THREADS, max(1, torch.get_num_threads()))) as threads:
-        for name, found in zip(names, threads.map(lambda name: digest_file(folder / name), names), strict=True):
+        for name, found in zip(names, threads.map(lambda name: _digest(folder / name), names), strict=True):
             if found != manifest.files[name]:
                 raise _refusal(
                     folder / name, f"has SHA-256 {found.sha256[:12]}…, not {manifest.files[name].sha256[:12]}…"
                 )
+
+
+def _digest(path: Path) -> FileRecord:
+    try:
+        return digest_file(path)
+    except OSError as problem:
+        raise _refusal(path, f"cannot be read: {problem.strerror}") from problem
 
 
 @dataclass(frozen=True)
@@ -66,19 +82,19 @@ class CheckpointReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole tensor's shape, with complex numbers as pairs."""
-        return self.manifest.tensors[name].shape
+        return self._record(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The saved type of the numbers; of a complex tensor that of their parts."""
-        return DTYPES[self.manifest.tensors[name].dtype]
+        return DTYPES[self._record(name).dtype]
 
     def is_complex(self, name: str) -> bool:
         """Whether the tensor was complex, and is saved as pairs."""
-        return self.manifest.tensors[name].is_complex
+        return self._record(name).is_complex
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU, complex where it was."""
-        record = self.manifest.tensors[name]
+        record = self._record(name)
         tensor = self.read_box(name, (0,) * len(record.shape), record.shape)
         return torch.view_as_complex(tensor) if record.is_complex else tensor
 
@@ -88,9 +104,10 @@ class CheckpointReader:
         local.copy_(self.read_box(name, offset, local.shape))
 
     def read_box(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The numbers from `offset` on in `shape`, on the CPU, in their saved type."""
-        record = self.manifest.tensors[name]
+        """The numbers from `offset` on in `shape`, which must lie in the whole, on the CPU, in their saved type."""
+        record = self._record(name)
         box = torch.empty(tuple(shape), dtype=DTYPES[record.dtype])
+        num_read = 0
         for part in record.parts:
             common = [
                 (max(start, wanted), min(start + size, wanted + length))
@@ -102,17 +119,26 @@ class CheckpointReader:
             source = tuple(
                 slice(low - begin, high - begin) for (low, high), begin in zip(common, part.offset, strict=True)
             )
-            box[target] = self._slice(part, source)
+            box[target] = self._slice(part, record.dtype, source)
+            num_read += math.prod(high - low for low, high in common)
+        if num_read != box.numel():
+            raise ValueError(f"{name} of shape {record.shape} has no box of {tuple(shape)} at {tuple(offset)}")
         return box
 
-    def _slice(self, part: PartRecord, source: tuple[slice, ...]) -> Tensor:
+    def _record(self, name: str) -> TensorRecord:
+        record = self.manifest.tensors.get(name)
+        if record is None:
+            raise _refusal(self.folder, f"has no tensor {reprlib.repr(name)}")
+        return record
+
+    def _slice(self, part: PartRecord, dtype: str, source: tuple[slice, ...]) -> Tensor:
         path = self.folder / part.file
         try:
             if part.file not in self._open:
                 self._open[part.file] = self._files.enter_context(safe_open(path, framework="pt"))
             held = self._open[part.file].get_slice(part.key)
-            if tuple(held.get_shape()) != part.shape:
-                raise _refusal(path, f"holds {part.key} in another shape than its manifest says")
+            if tuple(held.get_shape()) != part.shape or held.get_dtype() != dtype:
+                raise _refusal(path, f"holds {reprlib.repr(part.key)} in another shape or type than its manifest says")
             whole = all(each == slice(0, size) for each, size in zip(source, part.shape, strict=True))
             tensor: Tensor = self._open[part.file].get_tensor(part.key) if whole else held[source]
             return tensor

@@ -6,9 +6,11 @@ a process group of its own, while training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -45,6 +47,9 @@ from trimaran.world.device import available_host_bytes
 from trimaran.world.groups import World
 
 TEMPORARY = ".tmp-"
+_LEFTOVER = re.compile(r"step-[0-9]{8,12}\.tmp-(deleted-)?[0-9]+")
+_MOST_STAGED = 0.9
+"""Of the host memory that is free: training needs some too."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Saver:
         self._tidy = tidy
         self._staging = Staging()
         self._thread: threading.Thread | None = None
-        self._finished: Saved | None = None
+        self._finished: list[Saved] = []
         self._error: BaseException | None = None
 
     @property
@@ -151,9 +156,9 @@ class Saver:
             self._thread.start()
         return lacking
 
-    def take_finished(self) -> Saved | None:
-        """The save that was committed since the last call, if any; does not wait."""
-        finished, self._finished = self._finished, None
+    def take_finished(self) -> list[Saved]:
+        """The saves that were committed since the last call; does not wait."""
+        finished, self._finished = self._finished, []
         return finished
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -179,7 +184,7 @@ class Saver:
         for host in {each[1] for each in of_ranks}:
             wanted = sum(each[2] for each in of_ranks if each[1] == host)
             available = min(each[3] for each in of_ranks if each[1] == host)
-            if wanted > available:
+            if wanted > _MOST_STAGED * available:
                 return (
                     f"a copy to save from needs {format_bytes(wanted)} of host memory on {host}, where "
                     f"{format_bytes(available)} are free: training waits until the checkpoint is written"
@@ -193,7 +198,7 @@ class Saver:
             took = time.perf_counter() - began
             folder = self._folder / name_checkpoint(job.record.step)
             stalled += took if is_stalling else 0.0
-            self._finished = Saved(job.record.step, folder, num_bytes, stalled, took)
+            self._finished.append(Saved(job.record.step, folder, num_bytes, stalled, took))
         except BaseException as error:
             self._error = error
 
@@ -244,7 +249,7 @@ class _Save:
         try:
             self.tidy(self.record.step)
         except Exception as problem:
-            return [self._describe(problem), num_bytes]
+            return [self._describe(problem, "is saved, and an older checkpoint cannot be deleted"), num_bytes]
         return [[], num_bytes]
 
     @property
@@ -331,11 +336,13 @@ class _Save:
         self._reach("save:after-manifest")
         _sync_folder(self._temporary)
         self._reach("save:before-rename")
-        self.owner.confirm()  # as late as can be: the process may have been suspended, and replaced meanwhile
-        if self._target.exists():
+        # Asked at the last moment: who slept until now and was replaced meanwhile must not touch what the new one has.
+        self.owner.confirm()
+        if os.path.lexists(self._target):
             self._clear_target()
         self._temporary.rename(self._target)
         _sync_folder(self.folder)
+        _sync_folder(self.folder.parent)  # which may have this folder since this save
         self._reach("save:after-rename", self._target)
         return sum(each.num_bytes for each in files.values())
 
@@ -355,33 +362,43 @@ class _Save:
     def _reach(self, point: Any, path: Path | None = None) -> None:
         self.phases.reach(point, step=self.record.step, path=path or self._temporary)
 
-    def _describe(self, problem: Exception) -> list[str]:
+    def _describe(self, problem: Exception, fate: str = "cannot be written") -> list[str]:
         if isinstance(problem, TrimaranError):
             return [problem.value, problem.rule, problem.remedy]
         what = problem.strerror or problem if isinstance(problem, OSError) else f"{type(problem).__name__}: {problem}"
         return [
-            f"{self._target} cannot be written: {what}.",
+            f"{self._target} {fate}: {what}.",
             "A checkpoint is written whole or not at all, and a run that cannot save is not worth its price.",
             "Make room on that disk or make it writable, and start again: the run continues from its last checkpoint.",
         ]
 
 
 def discard(folder: Path, *, epoch: int, halfway: Callable[[], None] = lambda: None) -> None:
-    """Deletes a checkpoint: in one rename it is none any more, then its files go."""
+    """Deletes a checkpoint: in one rename it is none any more, then its files go.
+
+    Files that cannot go, as those that somebody still reads on a network disk, are left to `discard_leftovers`.
+    """
     doomed = folder.with_name(f"{folder.name}{TEMPORARY}deleted-{epoch}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove(doomed)
     folder.rename(doomed)
     halfway()
-    shutil.rmtree(doomed)
+    _remove(doomed)
 
 
 def discard_leftovers(folder: Path) -> None:
-    """Deletes what killed saves and deletions left under temporary names. Only for the owner, before it saves."""
-    for entry in folder.glob(f"step-*{TEMPORARY}*"):
-        if entry.is_symlink():
-            entry.unlink()
-        else:
-            shutil.rmtree(entry, ignore_errors=True)
+    """Deletes what saves and deletions left under temporary names. Only for the owner, while it saves nothing."""
+    for name in os.listdir(folder):
+        if _LEFTOVER.fullmatch(name):
+            _remove(folder / name)
+
+
+def _remove(path: Path) -> None:
+    """Deletes a folder, a file or a link, as far as it can be; what a link leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _entry(part: Part) -> Entry:

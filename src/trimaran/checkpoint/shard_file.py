@@ -40,6 +40,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _CHUNK_BYTES = 2**23
+_MOST_QUEUED = 8
 _ALIGNMENT = 8
 
 
@@ -65,7 +66,7 @@ def write_shard(
     """Writes a new file, readable by its owner alone, and flushes it to disk; returns its size and SHA-256.
 
     `tensors` gives one tensor for each entry, in order, on the CPU; only one is held at a time. Raises OSError, and
-    leaves what it wrote: the caller's directory is not committed.
+    leaves what it wrote: the caller's directory is not committed. Raises ValueError for a key that comes twice.
     """
     header = _header(entries, metadata or {})
     middle = sum(entry.num_bytes for entry in entries) // 2
@@ -109,7 +110,8 @@ class _Hasher:
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
-        self._chunks: queue.SimpleQueue[memoryview | bytes | None] = queue.SimpleQueue()
+        # Bounded, so that a slow hash does not keep tensors alive that were written long ago.
+        self._chunks: queue.Queue[memoryview | bytes | None] = queue.Queue(_MOST_QUEUED)
         self._thread = threading.Thread(target=self._run, name="sha256", daemon=True)
 
     def __enter__(self) -> _Hasher:
@@ -138,6 +140,8 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     values: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for entry in entries:
+        if entry.key in values:
+            raise ValueError(f"{entry.key} comes twice in one file")
         offsets = [at, at + entry.num_bytes]
         values[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
         at = offsets[1]

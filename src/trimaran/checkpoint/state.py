@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -104,9 +105,10 @@ class StateNames:
     def _restore_optimizer(self, reader: CheckpointReader, values: Mapping[str, Any]) -> None:
         optimizer = self._optimizer
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        _check_form(values)
         if values["kind"] != kind:
             raise CheckpointError(
-                f"the checkpoint's optimizer is {values['kind']}; this job has {kind}.",
+                f"the checkpoint's optimizer is {reprlib.repr(values['kind'])}; this job has {kind}.",
                 "An optimizer's state belongs to that optimizer.",
                 "Keep the optimizer, or take the weights alone with --from.",
             )
@@ -116,8 +118,7 @@ class StateNames:
                 continue  # of another pipeline stage; a model without it was refused by its weights
             parameter = of_name[name]
             group = next(each for each in optimizer.param_groups if any(one is parameter for one in each["params"]))
-            on_host = not (group.get("fused") or group.get("capturable"))
-            read = partial(_read_beside, reader, owner=name, parameter=parameter, step_on_host=on_host)
+            read = partial(_read_beside, reader, owner=name, parameter=parameter, group=group)
             optimizer.state[parameter] = unpack(packed, read)
         for key, packed in values["shared"].items():
             shared_key: Any = key
@@ -127,6 +128,8 @@ class StateNames:
             for saved in values["groups"]:
                 if names & set(saved["params"]):
                     for key, packed in saved["values"].items():
+                        if key in _ENGINE_SETS:
+                            continue
                         group[key] = unpack(packed, lambda name: reader.read(OPTIMIZER + name))
                     break
 
@@ -176,17 +179,27 @@ def restore_model(model: nn.Module, reader: CheckpointReader, extra: Mapping[str
         model.load_state_dict(values, strict=False)
 
 
-def _read_beside(reader: CheckpointReader, key: str, *, owner: str, parameter: Tensor, step_on_host: bool) -> Tensor:
+def _read_beside(
+    reader: CheckpointReader, key: str, *, owner: str, parameter: Tensor, group: Mapping[str, Any]
+) -> Tensor:
     """A tensor of a parameter's state: cut, strided and placed like the parameter where it has its shape.
 
     It keeps its type, except that one which had the parameter's type has it still where that is now another
     (fp32 continued as fp64). A count of steps stays on the host where torch's optimizers keep it there.
+    Raises CheckpointError for another shape than fused kernels take: they write beyond a tensor that is too short.
     """
     name = OPTIMIZER + key
     dtype, shape, is_complex = reader.dtype(name), reader.shape(name), reader.is_complex(name)
     if key.endswith(".step") and shape == ():
-        return reader.read(name).to("cpu" if step_on_host else parameter.device)
+        on_host = not (group.get("fused") or group.get("capturable"))
+        return reader.read(name).to("cpu" if on_host else parameter.device)
     if shape != whole_shape(parameter) or is_complex != parameter.is_complex():
+        if group.get("fused"):
+            raise CheckpointError(
+                f"{reprlib.repr(key)} is {_shape(shape)}, beside a parameter that is {_shape(whole_shape(parameter))}.",
+                "What a fused optimizer keeps for a parameter has its shape.",
+                "Use another checkpoint.",
+            )
         return reader.read(name).to(parameter.device)
     saved_as = reader.find(MODEL + owner)
     if saved_as is not None and reader.dtype(saved_as) == dtype and dtype.is_floating_point:
@@ -197,6 +210,27 @@ def _read_beside(reader: CheckpointReader, key: str, *, owner: str, parameter: T
     like = torch.empty_like(parameter.detach(), dtype=dtype)
     reader.read_into(like, name)
     return like
+
+
+def _check_form(values: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for optimizer values of another form than `collect` gives."""
+    match values:
+        case {"kind": str(), "parameters": dict(parameters), "shared": dict(), "groups": list(groups)}:
+            of_parameters = all(isinstance(each, dict) and "dict" in each for each in parameters.values())
+            if of_parameters and all(map(_is_group, groups)):
+                return
+    raise CheckpointError(
+        "the checkpoint's optimizer state is not of the form in which it is saved.",
+        "It has a kind, values by parameter, shared ones, and those of groups.",
+        "Use another checkpoint.",
+    )
+
+
+def _is_group(group: Any) -> bool:
+    match group:
+        case {"params": list(names), "values": dict()}:
+            return all(isinstance(name, str) for name in names)
+    return False
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

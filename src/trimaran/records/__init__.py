@@ -16,6 +16,7 @@ from trimaran.records.checkpoints import (
     read_state,
     to_text,
 )
+from trimaran.records.owner import OWNER_FILE, OwnerRecord, read_owner, write_owner
 from trimaran.records.runs import (
     EVENTS_FILE,
     FORMAT,
@@ -44,6 +45,7 @@ __all__ = [
     "FORMAT",
     "MANIFEST_FILE",
     "METRICS_FILE",
+    "OWNER_FILE",
     "RUN_FILE",
     "STATE_FILE",
     "TIMING_FILE",
@@ -53,6 +55,7 @@ __all__ = [
     "EventRecord",
     "FileRecord",
     "Manifest",
+    "OwnerRecord",
     "PartRecord",
     "RunRecord",
     "StateRecord",
@@ -64,10 +67,12 @@ __all__ = [
     "name_checkpoint",
     "read_events",
     "read_manifest",
+    "read_owner",
     "read_run",
     "read_state",
     "read_steps",
     "to_line",
     "to_text",
+    "write_owner",
     "write_run",
 ]

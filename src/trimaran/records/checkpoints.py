@@ -6,12 +6,18 @@ size and SHA-256, and says of every tensor where each part of it lies. What is n
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
+import reprlib
+import stat
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trimaran.errors import CheckpointError
 
@@ -27,8 +33,15 @@ DTYPE_BYTES: Mapping[str, int] = {
     **{"I64": 8, "U64": 8, "F64": 8},
 }
 """The kinds of numbers, as safetensors name them, and their sizes."""
+_REAL = ("F16", "F32", "F64")
+_short = reprlib.repr
+"""What stands in a damaged file may be long, and may hold what a terminal obeys."""
 
 _MOST_BYTES = 2**28
+_MOST_DIMS = 64  # torch's own limit
+_MOST_CUT_DIMS = 4
+_LARGEST_COUNT = 2**63 - 1
+_SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
 
@@ -105,8 +118,21 @@ def name_checkpoint(step: int) -> str:
 
 
 def to_text(record: Manifest | StateRecord) -> str:
-    """The file's content. Raises ValueError for a number that JSON does not know."""
-    return json.dumps(asdict(record), allow_nan=False, ensure_ascii=False) + "\n"
+    """The file's content. Raises ValueError for a number that JSON does not know, CheckpointError for too long a text.
+
+    A manifest begins with the SHA-256 of all that follows its own: nobody else vouches for it.
+    """
+    text = json.dumps(asdict(record), allow_nan=False, ensure_ascii=False) + "\n"
+    if isinstance(record, Manifest):
+        rest = text.removeprefix("{")
+        text = f'{{"sha256": "{hashlib.sha256(rest.encode()).hexdigest()}", {rest}'
+    if (num_bytes := len(text.encode())) > _MOST_BYTES:
+        raise CheckpointError(
+            f"a {MANIFEST_FILE if isinstance(record, Manifest) else STATE_FILE} would have {num_bytes} bytes.",
+            f"More than {_MOST_BYTES} are never read, so that a damaged one cannot take all memory.",
+            "Use fewer ranks, or keep large values in tensors.",
+        )
+    return text
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -116,10 +142,11 @@ def read_manifest(folder: Path) -> Manifest:
     CheckpointError otherwise, and for one of a later format. The files themselves are not looked at.
     """
     path = folder / MANIFEST_FILE
-    values = _read(path)
+    values, data = _read(path)
     try:
+        _check_seal(data)
         manifest = Manifest(
-            run_id=_text(values["run_id"]),
+            run_id=_id(values["run_id"]),
             epoch=_count(values["epoch"]),
             step=_count(values["step"]),
             files={_file_name(name): _file(each) for name, each in _mapping(values["files"]).items()},
@@ -135,40 +162,53 @@ def read_manifest(folder: Path) -> Manifest:
 def read_state(folder: Path) -> StateRecord:
     """The state.json of a checkpoint. Raises CheckpointError for one that is damaged or of a later format."""
     path = folder / STATE_FILE
-    values = _read(path)
+    values, _ = _read(path)
     try:
         return StateRecord(
             step=_count(values["step"]),
             position=_count(values["position"]),
             num_updates=_count(values["num_updates"]),
-            loss_scale=_optional(_mapping, values["loss_scale"]),
+            loss_scale=_optional(_loss_scale, values["loss_scale"]),
             optimizer=_mapping(values["optimizer"]),
             model=_mapping(values["model"]),
-            trained=tuple(_text(name) for name in values["trained"]),
+            trained=tuple(_text(name) for name in _list(values["trained"])),
             layout=_text(values["layout"]),
             time=_text(values["time"]),
-            validation=_optional(_mapping, values["validation"]),
+            validation=_optional(_figures, values["validation"]),
             hugging_face=_mapping(values["hugging_face"]),
         )
     except (KeyError, TypeError, ValueError) as problem:
         raise _damaged(path, problem) from problem
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> tuple[Mapping[str, Any], bytes]:
+    """The object in a file, and the file's bytes."""
     try:
-        if path.is_symlink() or path.stat().st_size > _MOST_BYTES:
-            raise ValueError("a link" if path.is_symlink() else f"{path.stat().st_size} bytes long")
-        values = _mapping(json.loads(path.read_text(encoding="utf-8")))
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode):  # a link leads away, and a pipe never ends
+            raise ValueError("it is a link" if stat.S_ISLNK(about.st_mode) else "it is no file")
+        if about.st_size > _MOST_BYTES:
+            raise ValueError(f"it is {about.st_size} bytes long")
+        data = path.read_bytes()
+        values = _mapping(
+            json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
+        )
         version = values["format"]
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as problem:
         raise _damaged(path, problem) from problem
     if version != CHECKPOINT_FORMAT:
         raise CheckpointError(
-            f"{path} has format {version!r}; this version reads format {CHECKPOINT_FORMAT}.",
+            f"{path} has format {_short(version)}; this version reads format {CHECKPOINT_FORMAT}.",
             "A checkpoint is read only by a version that knows its format.",
             "Use the version that wrote it.",
         )
-    return values
+    return values, data
+
+
+def _check_seal(data: bytes) -> None:
+    seal = _SEAL.match(data)
+    if seal is None or hashlib.sha256(memoryview(data)[seal.end() :]).hexdigest() != seal[1].decode():
+        raise ValueError("its text is not what was written")
 
 
 def _damaged(path: Path, problem: Exception) -> CheckpointError:
@@ -179,7 +219,9 @@ def _damaged(path: Path, problem: Exception) -> CheckpointError:
 
 
 def _describe(problem: Exception) -> str:
-    return f"no {problem}" if isinstance(problem, KeyError) else f"{type(problem).__name__}: {problem}"
+    if isinstance(problem, KeyError):
+        return f"no {problem}"
+    return f"{type(problem).__name__}: {problem.strerror if isinstance(problem, OSError) else problem}"
 
 
 def _check_parts(manifest: Manifest) -> None:
@@ -187,49 +229,57 @@ def _check_parts(manifest: Manifest) -> None:
         raise ValueError(f"{STATE_FILE} is not among its files")
     if MANIFEST_FILE in manifest.files:
         raise ValueError("it names itself")
+    held = dict.fromkeys(manifest.files, 0)
     for name, tensor in manifest.tensors.items():
         for part in tensor.parts:
-            if part.file not in manifest.files:
-                raise ValueError(f"{name} lies in {part.file}, which is not among its files")
+            if part.file not in held:
+                raise ValueError(f"{_short(name)} lies in {part.file}, which is not among its files")
+            held[part.file] += _volume(part.shape) * DTYPE_BYTES[tensor.dtype]
         if (fault := find_gap(tensor)) is not None:
-            raise ValueError(f"{name}: {fault}")
+            raise ValueError(f"{_short(name)}: {fault}")
+    for file, num_bytes in held.items():
+        if num_bytes > manifest.files[file].num_bytes:
+            raise ValueError(f"{file} is too short for its parts")
     for alias, name in manifest.aliases.items():
         if name not in manifest.tensors or alias in manifest.tensors:
-            raise ValueError(f"{alias} stands for {name}, which it cannot")
+            raise ValueError(f"{_short(alias)} stands for {_short(name)}, which it cannot")
 
 
 def find_gap(tensor: TensorRecord) -> str | None:
     """What keeps the parts from filling the tensor exactly; None where nothing does.
 
-    Boxes inside a whole fill it exactly if their sizes add up to it and no two overlap.
+    Boxes fill a whole exactly where the corners of all of them, each counted +1 or -1 by whether it has an even or an
+    odd number of upper bounds, add up to those of the whole: a sum of boxes is known by its corners, as a step function
+    is by its jumps. This looks at each box once, however many there are.
     """
+    shape = tensor.shape
     total = 0
-    boxes = []
     for part in tensor.parts:
-        if len(part.offset) != len(tensor.shape) or len(part.shape) != len(tensor.shape):
-            return f"a part has {len(part.shape)} dims of {len(tensor.shape)}"
-        if any(start + size > whole for start, size, whole in zip(part.offset, part.shape, tensor.shape, strict=True)):
-            return f"a part at {part.offset} reaches beyond {tensor.shape}"
-        if (size := _volume(part.shape)) > 0:
-            total += size
-            boxes.append(part)
-    if total != _volume(tensor.shape):
-        return f"its parts hold {total} of {_volume(tensor.shape)} numbers"
-    boxes.sort(key=lambda part: part.offset)
-    for index, part in enumerate(boxes):
-        for other in boxes[index + 1 :]:
-            if tensor.shape and other.offset[0] >= part.offset[0] + part.shape[0]:
-                break  # sorted by where they begin: no later one reaches back
-            if _overlap(part, other):
-                return f"parts at {part.offset} and {other.offset} overlap"
-    return None
+        if len(part.offset) != len(shape) or len(part.shape) != len(shape):
+            return f"a part of shape {_short(part.shape)} at {_short(part.offset)} is none of {_short(shape)}"
+        if any(start + size > whole for start, size, whole in zip(part.offset, part.shape, shape, strict=True)):
+            return f"a part of shape {_short(part.shape)} at {_short(part.offset)} reaches beyond {_short(shape)}"
+        total += _volume(part.shape)
+    if total != _volume(shape):
+        return f"its parts hold {_short(total)} of {_short(_volume(shape))} numbers"
+    boxes = [part for part in tensor.parts if _volume(part.shape)]
+    cut = [dim for dim, size in enumerate(shape) if any(part.shape[dim] != size for part in boxes)]
+    if len(cut) > _MOST_CUT_DIMS:
+        return f"it is cut along {len(cut)} dims, of which {_MOST_CUT_DIMS} can be"
+    corners: Counter[tuple[int, ...]] = Counter()
+    for part in boxes:
+        _count_corners(corners, [part.offset[dim] for dim in cut], [part.shape[dim] for dim in cut], 1)
+    if total:
+        _count_corners(corners, [0] * len(cut), [shape[dim] for dim in cut], -1)
+    wrong = min((corner for corner, count in corners.items() if count), default=None)
+    return None if wrong is None else f"its parts overlap, and leave gaps, at {_short(wrong)} of dims {cut}"
 
 
-def _overlap(one: PartRecord, other: PartRecord) -> bool:
-    return all(
-        max(a, b) < min(a + size_a, b + size_b)
-        for a, size_a, b, size_b in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
-    )
+def _count_corners(corners: Counter[tuple[int, ...]], offset: Sequence[int], shape: Sequence[int], sign: int) -> None:
+    """Adds a box's corners, those with an odd number of upper bounds with the other sign."""
+    for uppers in product((0, 1), repeat=len(offset)):
+        corner = tuple(start + upper * size for start, upper, size in zip(offset, uppers, shape, strict=True))
+        corners[corner] += -sign if sum(uppers) % 2 else sign
 
 
 def _volume(shape: tuple[int, ...]) -> int:
@@ -242,48 +292,96 @@ def _volume(shape: tuple[int, ...]) -> int:
 def _file(values: Any) -> FileRecord:
     digest = _text(values["sha256"])
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise ValueError(f"{digest!r} is no SHA-256")
+        raise ValueError(f"{_short(digest)} is no SHA-256")
     return FileRecord(_count(values["num_bytes"]), digest)
 
 
 def _tensor(values: Any) -> TensorRecord:
     dtype = _text(values["dtype"])
     if dtype not in DTYPE_BYTES:
-        raise ValueError(f"{dtype!r} is no known kind of number")
+        raise ValueError(f"{_short(dtype)} is no known kind of number")
+    shape, is_complex = _counts(values["shape"]), values["is_complex"]
+    if not isinstance(is_complex, bool) or (is_complex and (dtype not in _REAL or shape[-1:] != (2,))):
+        raise ValueError(f"{dtype} of shape {shape} holds no complex numbers")
     parts = tuple(
         PartRecord(_file_name(each["file"]), _text(each["key"]), _counts(each["offset"]), _counts(each["shape"]))
-        for each in _mapping(values)["parts"]
+        for each in _list(values["parts"])
     )
-    return TensorRecord(dtype, _counts(values["shape"]), parts, values["is_complex"] is True)
+    return TensorRecord(dtype, shape, parts, is_complex)
+
+
+def _id(value: Any) -> str:
+    if len(_text(value)) > 64 or not value.isprintable():
+        raise ValueError(f"{_short(value)} is no id")
+    return str(value)
+
+
+def _loss_scale(values: Any) -> Mapping[str, float]:
+    return {"value": _number(values["value"]), "good_steps": _count(values["good_steps"])}
+
+
+def _figures(values: Any) -> Mapping[str, float]:
+    return {name: _number(each) for name, each in _mapping(values).items()}
 
 
 def _file_name(value: Any) -> str:
     if not _FILE_NAME.fullmatch(_text(value)):
-        raise ValueError(f"{value!r} is no plain file name")
+        raise ValueError(f"{_short(value)} is no plain file name")
     return str(value)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no string")
+        raise TypeError(f"{_short(value)} is no string")
     return value
 
 
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"{value!r} is no count")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST_COUNT:
+        raise TypeError(f"{_short(value)} is no count")
+    return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{_short(value)} is no number")
     return value
 
 
 def _counts(values: Any) -> tuple[int, ...]:
+    if len(_list(values)) > _MOST_DIMS:
+        raise ValueError(f"{len(values)} dims are more than {_MOST_DIMS}")
     return tuple(_count(each) for each in values)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{_short(value)} is no list")
+    return value
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r} is no object")
+        raise TypeError(f"{_short(value)} is no object")
     return value
 
 
 def _optional(kind: Callable[[Any], Mapping[str, Any]], value: Any) -> Mapping[str, Any] | None:
     return None if value is None else kind(value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return values
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{_short(text)} is too large")
+    return value

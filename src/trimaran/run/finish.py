@@ -16,6 +16,7 @@ from trimaran.records import METRICS_FILE, TRAINED_FILE, WEIGHTS_FILE
 from trimaran.run.console import Console
 from trimaran.run.describe import describe_state
 from trimaran.run.directory import RunDirectory
+from trimaran.run.drills import Drills
 from trimaran.run.loop import Run, format_figures
 from trimaran.units import format_bytes, format_seconds
 from trimaran.world.device import memory_bytes
@@ -26,7 +27,13 @@ Result = TypeVar("Result")
 
 
 def finish_run(
-    run: Run, *, directory: RunDirectory | None, console: Console, world: World, predicted: StateBytes
+    run: Run,
+    *,
+    directory: RunDirectory | None,
+    console: Console,
+    world: World,
+    predicted: StateBytes,
+    drills: Drills | None,
 ) -> None:
     """Writes the weights and prints the end; on rank 0, after the last step. The others have nothing to do."""
     if directory is None:
@@ -50,6 +57,8 @@ def finish_run(
         console.line(f"valid    {format_figures(run.validation)}")
     console.line(f"time     {_describe_time(run.seconds_by_kind)}")
     console.line(f"memory   {_describe_memory(run, predicted, world)}")
+    if drills is not None:
+        console.lines(drills.describe_unfired())
     if run.newest_checkpoint:
         console.line(f"saved    {run.newest_checkpoint}")
     console.line(f"weights  {path}" + (f"; the trained ones alone in {TRAINED_FILE}" if some_frozen else ""))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,13 +22,14 @@ from trimaran.checkpoint import (
     list_steps,
     open_checkpoint,
     restore_model,
+    split_step,
 )
 from trimaran.engine import Engine
 from trimaran.errors import CheckpointError, RunError
 from trimaran.job import Job
 from trimaran.records import CHECKPOINTS_FOLDER, RUN_FILE, read_run
 from trimaran.run.agree import on_first_rank
-from trimaran.run.directory import RunDirectory, find_differences, read_lineage
+from trimaran.run.directory import RunDirectory, find_differences
 from trimaran.world.groups import World
 
 Way = Literal["new", "again", "resumed", "forked", "from"]
@@ -44,21 +44,16 @@ class Source:
 
     @property
     def run(self) -> Path:
-        return Path(self._parts[0])
+        return split_step(self.text)[0]
 
     @property
     def step(self) -> int | None:
-        return None if self._parts[1] is None else int(self._parts[1])
+        return split_step(self.text)[1]
 
     @property
     def flag(self) -> str:
         """What the user wrote, or would write: "--fork runs/a@30"."""
         return f"{'--fork' if self.way == 'forked' else '--from'} {self.text}"
-
-    @property
-    def _parts(self) -> tuple[str, str | None]:
-        match = re.fullmatch(r"(.+)@([0-9]+)", self.text)
-        return (match[1], match[2]) if match else (self.text, None)
 
 
 @dataclass(frozen=True)
@@ -183,15 +178,15 @@ def _look(directory: RunDirectory | None, path: Path, identity: Mapping[str, Any
     started = directory.read_started(identity)
     if started is not None:
         _check_source(path, started.origin, source)
-        lineage = directory.lineage(started.id)
+        lineage = Lineage.read(path)
         resumed = {str(epoch): step for epoch, step in lineage.resumed.items()}
         way: Way = "resumed"
-        steps, origin = list_steps(path), dict(started.origin)
+        steps, origin = _list_steps(path), dict(started.origin)
         # A fork or copy that was killed before it first saved begins from its source again.
         if not origin or steps:
             return _Seen(way, started.id, directory.epoch, origin, str(path), started.id, resumed, steps)
         source = source or Source(origin["way"], origin["text"])
-        if origin["step"] not in list_steps(source.run):
+        if origin["step"] not in _list_steps(source.run):
             raise RunError(
                 f"{path} has not saved yet, and began from step {origin['step']} of {source.run}, which is no more.",
                 "A run that is killed before it saves begins again where it began.",
@@ -219,8 +214,8 @@ def _from_source(
             "Give the directory of a run that has saved, such as runs/a, or runs/a@200 for its step 200.",
         )
     there = read_run(source.run / RUN_FILE)
-    lineage = read_lineage(source.run, there.id)
-    steps = list_steps(source.run)
+    lineage = Lineage.read(source.run)
+    steps = _list_steps(source.run)
     if step is not None and step not in steps:
         raise RunError(
             f"{source.flag}: {source.run} has no checkpoint of step {step}.",
@@ -256,11 +251,12 @@ def _check_parameters(source: Source, changed: Mapping[str, Sequence[Any]]) -> N
     if not names:
         return
     theirs, ours = (f"of shape {each}" if each else "not there" for each in changed[names[0]])
+    name = names[0].removeprefix("parameters.")
     others = f", and {len(names) - 1} more differ" if names[1:] else ""
     raise RunError(
-        f"{source.flag}: parameter {names[0].removeprefix('parameters.')} is {theirs}; in this job it is {ours}{others}.",
+        f"{source.flag}: parameter {name} is {theirs}; in this job it is {ours}{others}.",
         "A run begins from one of the same model.",
-        "Give the model the arguments that it had there, or take what fits: Job(weights=tm.Weights(..., partial=True)).",
+        "Give the model its arguments of then, or take what fits: Job(weights=tm.Weights(..., partial=True)).",
     )
 
 
@@ -274,6 +270,13 @@ def _check_trained(model: nn.Module, trained: Sequence[str]) -> None:
                 "A run's whole state has the optimizer's for the parameters that were trained.",
                 "Train the same ones, or take the weights alone: --from.",
             )
+
+
+def _list_steps(run: Path) -> list[int]:
+    try:
+        return list_steps(run)
+    except CheckpointError as problem:  # told to all ranks as a fault of the run's directory
+        raise RunError(problem.value, problem.rule, problem.remedy) from problem
 
 
 def _check_source(path: Path, origin: Mapping[str, Any], source: Source | None) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from trimaran.checkpoint import (
+    Keeper,
     Lineage,
     NamedState,
     Owner,
@@ -19,7 +20,7 @@ from trimaran.checkpoint import (
     Saver,
     StateNames,
     checkpoint_folder,
-    delete_old,
+    describe_hugging_face,
 )
 from trimaran.engine import Engine
 from trimaran.errors import UsageError
@@ -35,7 +36,7 @@ from trimaran.units import Duration, format_bytes, format_seconds
 from trimaran.world.groups import World
 
 FIRST_SAVE_STEP = 20
-"""A saving that fails should fail early, and not after the first ten minutes."""
+"""Of a run that has not saved before: a saving that fails should fail early, and not after ten minutes."""
 REQUEST_FILE = "save"
 _LOOK_SECONDS = 1.0
 _GRACE_SECONDS = 30.0
@@ -54,10 +55,6 @@ class SaveTimes:
         seconds = next((each.seconds for each in options.save_intervals if each.seconds is not None), None)
         spans = [each for each in options.save_intervals if each.seconds is None]
         return cls(seconds, _in_steps(job, spans[0]) if spans else None)
-
-    @property
-    def never(self) -> bool:
-        return self.seconds is None and self.steps is None
 
 
 def retention_of(options: RunOptions, job: Job) -> Retention:
@@ -99,6 +96,8 @@ class Saving:
         self._request = request
         self._shift = shift
         self._times = SaveTimes.of(options, job)
+        self._kept_steps = retention_of(options, job).every
+        self._never = self._times.seconds is None and self._times.steps is None and self._kept_steps is None
         self._best = options.best_figure
         self._best_value: float | None = None
         if self._best is not None and directory is not None:
@@ -106,17 +105,24 @@ class Saving:
         if self._best is not None:
             told = world.gather_text("" if self._best_value is None else repr(self._best_value))[0]
             self._best_value = float(told) if told else None
-        self._first_save_step = beginning.step + FIRST_SAVE_STEP
+        self._first_step = beginning.step
         self._saved_step = beginning.step
         self._saved_any = beginning.way == "resumed"
         self._is_best = False
         self._saved_at = time.monotonic()
         self._looked_at = 0.0
-        self._warned = ""
+        self._has_warned = False
         confirm = directory.confirm if directory is not None else _nothing
         tidy: Callable[[int], None] = lambda step: None  # noqa: E731
         if directory is not None:
-            tidy = partial(self._tidy, directory, directory.lineage(beginning.run_id), retention_of(options, job))
+            keeper = Keeper(
+                path,
+                Lineage.read(directory.path),
+                retention_of(options, job),
+                epoch=directory.epoch,
+                confirm=directory.confirm,
+            )
+            tidy = partial(self._tidy, keeper)
         self._saver = Saver(
             path / CHECKPOINTS_FOLDER,
             world=world,
@@ -137,7 +143,7 @@ class Saving:
         if now - self._looked_at >= _LOOK_SECONDS:
             self._looked_at = now
             file = self._path / REQUEST_FILE
-            if file.exists():
+            if file.is_file():
                 file.unlink(missing_ok=True)
                 return True
         return wants
@@ -164,10 +170,10 @@ class Saving:
             return False
         if decision.save or self._is_best:
             return True
-        if self._times.never:
+        if self._never:
             return False
-        every = self._times.steps
-        return (every is not None and step % every == 0) or (step == self._first_save_step and not self._saved_any)
+        early = step - self._first_step == FIRST_SAVE_STEP and not self._saved_any
+        return early or any(every is not None and step % every == 0 for every in (self._times.steps, self._kept_steps))
 
     def save(self, step: int, validation: Mapping[str, float] | None, *, blocking: bool = False) -> None:
         """Saves the state after `step`, whose record must have been written. Every rank must call it."""
@@ -180,14 +186,14 @@ class Saving:
             )
         self._saved_step, self._saved_any, self._is_best = step, True, False
         self._saved_at = time.monotonic()
-        if warning and warning != self._warned:
-            self._warned = warning
+        if warning and not self._has_warned:
+            self._has_warned = True
             self._console.line(f"save     {warning}")
         self.tell()
 
     def save_last(self, step: int, validation: Mapping[str, float] | None) -> None:
         """Saves the state after the last step of this start, unless that is done or nothing is to be saved; waits."""
-        if step != self._saved_step and not (self._times.never and not self._saved_any):
+        if step != self._saved_step and not (self._never and not self._saved_any):
             self.save(step, validation, blocking=True)
         with self._phases("save"):
             self._saver.wait()
@@ -207,12 +213,11 @@ class Saving:
 
     def tell(self) -> None:
         """Says what was committed since the last call."""
-        saved = self._saver.take_finished()
-        if saved is None or self._directory is None:
-            return
-        text = _describe_saved(saved)
-        self._directory.note("saved", saved.step, text)
-        self._console.line(f"saved    step {saved.step}  {text}")
+        for saved in self._saver.take_finished():
+            if self._directory is not None:
+                text = _describe_saved(saved)
+                self._directory.note("saved", saved.step, text)
+                self._console.line(f"saved    step {saved.step}  {text}")
 
     @property
     def newest(self) -> str:
@@ -234,17 +239,11 @@ class Saving:
             validation=None
             if validation is None
             else {name: each for name, each in validation.items() if math.isfinite(each)},
+            hugging_face=describe_hugging_face(self._engine.model),
         )
 
-    def _tidy(self, directory: RunDirectory, lineage: Lineage, retention: Retention, step: int) -> None:
-        directory.confirm()  # an owner that was replaced since it committed deletes nothing of the new one's
-        delete_old(
-            directory.path,
-            lineage,
-            retention,
-            epoch=directory.epoch,
-            during=lambda each: self._phases.reach("save:during-deletion", step=step, path=each.folder),
-        )
+    def _tidy(self, keeper: Keeper, step: int) -> None:
+        keeper.delete_old(lambda folder: self._phases.reach("save:during-deletion", step=step, path=folder))
 
 
 def _describe_saved(saved: Saved) -> str:

@@ -16,7 +16,9 @@ from trimaran.run.directory import RunDirectory, find_difference, name_run
 
 
 def record(identity: dict[str, Any]) -> RunRecord:
-    return RunRecord(name="a", id="0f", identity=identity, layout="dp=1", options={}, derived={}, machine={}, versions={})
+    return RunRecord(
+        name="a", id="0f", identity=identity, layout="dp=1", options={}, derived={}, machine={}, versions={}
+    )
 
 
 def step(number: int) -> StepRecord:
