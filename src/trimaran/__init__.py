@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trimaran.job import Job, Weights
     from trimaran.layout import Layout
     from trimaran.options import RunOptions
+    from trimaran.prove import check_job
     from trimaran.run import Run, start, train
 
 _HOMES = {
@@ -25,6 +26,7 @@ _HOMES = {
     "RunOptions": "options",
     "Run": "run",
     "Weights": "job",
+    "check_job": "prove",
     "start": "run",
     "train": "run",
 }
@@ -37,6 +39,7 @@ __all__ = [
     "Run",
     "RunOptions",
     "Weights",
+    "check_job",
     "data",
     "errors",
     "losses",

@@ -56,6 +56,10 @@ class RunOptions:
                 raise UsageError(
                     f"track={name!r} is unknown.", f"Known: {', '.join(get_args(Tracker))}.", "Give one of them."
                 )
+        if isinstance(self.drill, str):
+            raise UsageError(
+                f"drill={self.drill!r} is a string.", "It lists drills.", f"Write drill=({self.drill!r},)."
+            )
         self._check_saving()
         if self.log_every < 1:
             raise UsageError(f"log_every={self.log_every}.", "It counts steps.", "Give 1 or more.")
@@ -77,7 +81,14 @@ class RunOptions:
         """`save_every`, parsed: wall time, steps or epochs, or both; empty for never."""
         if self.save_every.strip() == "never":
             return ()
-        return tuple(parse_duration(each) for each in re.split(r"[\s,+]+(?=[0-9.])", self.save_every.strip()))
+        try:
+            return tuple(parse_duration(each) for each in re.split(r"[\s,+]+(?=[0-9.])", self.save_every.strip()))
+        except UsageError as problem:
+            raise UsageError(
+                f"save_every={self.save_every!r}: {problem.value}",
+                problem.rule,
+                'Write, for example, "10min", "200steps", "10min 200steps" or "never".',
+            ) from None
 
     @property
     def kept_interval(self) -> Duration | None:
@@ -109,11 +120,13 @@ class RunOptions:
             )
         if any(each.seconds == 0 or each.steps == 0 or each.epochs == 0 for each in intervals):
             raise UsageError(
-                f"save_every={self.save_every!r} is no time at all.", "It is a span.", 'Give "never" to save nothing.'
+                f"save_every={self.save_every!r} is no time at all.",
+                "It is a span.",
+                'Give "never" to save at the end only.',
             )
-        if self.keep_last != "all" and self.keep_last < 1:
+        if self.keep_last != "all" and (type(self.keep_last) is not int or self.keep_last < 1):
             raise UsageError(
-                f"keep_last={self.keep_last}.",
+                f"keep_last={self.keep_last!r}.",
                 "The newest checkpoint is never deleted: the run continues from it.",
                 'Give 1 or more, or "all".',
             )

@@ -25,8 +25,10 @@ WritePoint = Literal[
     "save:after-rename",
     "save:during-deletion",
 ]
-"""The moments of a save, in order. All ranks pass the first three; rank 0 alone writes the manifest and commits."""
+"""The moments of a save, in order. All ranks pass the first four; rank 0 alone writes the manifest and commits."""
 WRITE_POINTS: tuple[WritePoint, ...] = get_args(WritePoint)
+COMMIT_POINTS: tuple[WritePoint, ...] = WRITE_POINTS[WRITE_POINTS.index("save:after-manifest") :]
+"""Those of rank 0 alone. A rank is before the manifest when its own shards are on disk and rank 0 is told so next."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "2 processes on 1 node, gloo" in ran.stdout
-    assert events_of(tmp_path / "a") == [("started", 0), ("finished", 6)]
+    assert events_of(tmp_path / "a") == [("started", 0), ("saved", 6), ("finished", 6)]
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

@@ -61,13 +61,14 @@ def test_a_run_leaves_its_records(train: Train) -> None:
     train("--run", "a", "--width", "9", "--seed", "3")
     run = Path("a")
     assert {each.name for each in run.iterdir()} == {
-        *("run.json", "metrics.jsonl", "timing.jsonl", "events.jsonl", "model.safetensors", "lock", "owner.json")
+        *("run.json", "metrics.jsonl", "timing.jsonl", "events.jsonl", "model.safetensors", "lock", "owner.json"),
+        "checkpoints",
     }
     assert [each["step"] for each in lines_of(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert set(lines_of(run / "metrics.jsonl")[0]) == {"step", "loss", "weight", "grad_norm", "lr", "skipped"}
     assert set(lines_of(run / "metrics.jsonl")[-1]["validation"]) == {"loss", "error"}
     assert [each["step"] for each in lines_of(run / "timing.jsonl")] == [1, 2, 3, 4, 5, 6]
-    assert events_of(run) == [("started", 0), ("finished", 6)]
+    assert events_of(run) == [("started", 0), ("saved", 6), ("finished", 6)]
     assert {name: tuple(each.shape) for name, each in load_file(run / "model.safetensors").items()} == {
         "up.weight": (9, 4),
         "up.bias": (9,),
@@ -151,17 +152,15 @@ def test_a_new_directory_is_named_after_the_job(train: Train) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "a already holds this run (finished at step 6)."),
         (["--width", "9"], "a was started with width=8; this command has width=9."),
         (["--seed", "1"], "a was started with seed=0; this command has seed=1."),
         (["--steps", "7"], "a was started with steps=6; this command has steps=7."),
         (["--global-batch", "4"], "a was started with global_batch=8; this command has global_batch=4."),
-        (["--layout", "micro_batch=2"], "a already holds this run"),
     ],
 )
-def test_a_run_name_that_is_taken(train: Train, flags: list[str], said: str) -> None:
+def test_a_run_name_that_another_job_took(train: Train, flags: list[str], said: str) -> None:
     train("--run", "a")
-    before = {each: each.read_bytes() for each in Path("a").iterdir() if each.name != "owner.json"}
+    before = {each: each.read_bytes() for each in Path("a").rglob("*") if each.is_file() and each.name != "owner.json"}
     code, out, err = train("--run", "a", *flags)
     assert (code, out) == (1, "")
     assert f"RunError: {said}" in err
@@ -298,7 +297,7 @@ def test_a_request_to_stop_ends_the_run_at_a_steps_edge(train: Train, fault: str
     stopped = len(losses_of(Path("a")))
     assert 3 <= stopped <= 4
     assert f"stopped on request after step {stopped}/6" in out
-    assert events_of(Path("a")) == [("started", 0), ("stopped", stopped)]
+    assert events_of(Path("a")) == [("started", 0), ("saved", stopped), ("stopped", stopped)]
     assert lines_of(Path("a/events.jsonl"))[-1]["detail"] == reason
     assert Path("a/model.safetensors").exists()
 
@@ -314,7 +313,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_shown(train: T
     records = lines_of(Path("a/metrics.jsonl"))
     assert [each["skipped"] for each in records] == [False, True, False, False, False, False]
     assert records[1]["loss"] == records[1]["grad_norm"] == "nan"
-    assert events_of(Path("a")) == [("started", 0), ("skipped", 2), ("finished", 6)]
+    assert events_of(Path("a")) == [("started", 0), ("skipped", 2), ("saved", 6), ("finished", 6)]
     assert [line.split()[1] for line in out.splitlines() if "  skipped  " in line] == ["2/6"]
 
 

@@ -71,6 +71,7 @@ def test_timing_is_one_line() -> None:
 def record() -> RunRecord:
     return RunRecord(
         name="a",
+        id="0f",
         identity={"seed": 1, "parameters": {"w": "2×3"}},
         layout="dp=2",
         options={"track": (), "rate": math.inf},
@@ -89,7 +90,7 @@ def test_run_json_comes_back(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1}', '{"format": 1, "derived": {}, "surprise": 2}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 2}', '{"format": 2, "derived": {}, "surprise": 2}'])
 def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
@@ -100,5 +101,5 @@ def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_run_json_of_a_later_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text('{"format": 99}')
-    with pytest.raises(RunError, match="has format 99; this version reads format 1"):
+    with pytest.raises(RunError, match="has format 99; this version reads format 2"):
         read_run(path)

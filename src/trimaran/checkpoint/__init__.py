@@ -8,6 +8,7 @@ from trimaran.checkpoint.finding import (
     find_checkpoint,
     list_steps,
     read_checkpoint,
+    split_step,
 )
 from trimaran.checkpoint.reading import open_checkpoint, verify_files
 from trimaran.checkpoint.retention import Keeper, Retention
@@ -40,5 +41,6 @@ __all__ = [
     "restore_model",
     "save_trained_weights",
     "save_weights",
+    "split_step",
     "verify_files",
 ]

@@ -9,8 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimaran.checkpoint.reading import read_whole_manifest, verify_files
-from trimaran.errors import CheckpointError
-from trimaran.records import CHECKPOINTS_FOLDER, Manifest, StateRecord, name_checkpoint
+from trimaran.errors import CheckpointError, UsageError
+from trimaran.records import (
+    CHECKPOINTS_FOLDER,
+    RUN_FILE,
+    Manifest,
+    StateRecord,
+    name_checkpoint,
+    read_owner,
+    read_run,
+)
 
 _NAME = re.compile(r"step-([0-9]{8,12})")
 
@@ -39,6 +47,11 @@ class Lineage:
     run_id: str
     resumed: Mapping[int, int]
 
+    @classmethod
+    def read(cls, run: Path) -> Lineage:
+        """That of the run in a directory, which need not be locked. Raises RunError where no run is there."""
+        return cls(read_run(run / RUN_FILE).id, read_owner(run).resumed)
+
     def find_fault(self, manifest: Manifest) -> str | None:
         """Why a checkpoint does not count; None where it does."""
         if manifest.run_id != self.run_id:
@@ -47,6 +60,21 @@ class Lineage:
             if manifest.epoch < epoch and manifest.step > step:
                 return f"owner {manifest.epoch} wrote it, and owner {epoch} had gone on from step {step}"
         return None
+
+
+def split_step(text: str) -> tuple[Path, int | None]:
+    """Directory and step of RUN@step, or RUN and None. A directory that has an @ in its own name is found, too.
+
+    Raises UsageError where what follows the @ is no step.
+    """
+    run, at, step = text.rpartition("@")
+    if not at or Path(text).is_dir():
+        return Path(text), None
+    if not re.fullmatch(r"[0-9]{1,18}", step):
+        raise UsageError(
+            f"{text!r} names step {step!r}.", "A checkpoint of a run is named RUN@STEP.", f"Write, say, {run}@100."
+        )
+    return Path(run), int(step)
 
 
 def list_steps(run: Path) -> list[int]:

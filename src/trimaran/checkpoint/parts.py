@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from trimaran.errors import CheckpointError
 from trimaran.world.groups import World
@@ -55,6 +58,13 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
                 "A checkpoint holds whole numbers of each rank.",
                 "Redistribute it before it becomes part of the model's or the optimizer's state.",
             )
+        if not _is_box(tensor):
+            raise CheckpointError(
+                f"a tensor of shape {tuple(tensor.shape)} lies on the ranks in rows that do not follow each other "
+                f"({tensor.placements}).",
+                "A checkpoint holds boxes of a tensor.",
+                "Cut it in another way, or redistribute it before it becomes part of the state.",
+            )
         _, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         local, offset = tensor.to_local(), tuple(starts)
     if local.is_complex():
@@ -91,9 +101,28 @@ def _sharded_axes(tensor: Tensor) -> frozenset[str]:
     if not isinstance(tensor, DTensor):
         return frozenset()
     names = tensor.device_mesh.mesh_dim_names or ()
-    axes = {name for name, each in zip(names, tensor.placements, strict=True) if each.is_shard()}
+    axes = {name for name, each in zip(names, tensor.placements, strict=True) if _cuts(each)}
     assert axes <= set(AXES), f"{axes} are no axes of a run's mesh"
     return frozenset(axes)
+
+
+def _cuts(placement: Placement) -> TypeGuard[Shard | _StridedShard]:
+    # FSDP2 over tensor parallelism gives the second kind, whose is_shard() is False.
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def _is_box(tensor: DTensor) -> bool:
+    """Whether a rank's rows follow each other: with strided ones, where the later axes cut each stride once."""
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            later = [
+                tensor.device_mesh.size(axis + 1 + index)
+                for index, each in enumerate(tensor.placements[axis + 1 :])
+                if _cuts(each) and each.dim == placement.dim
+            ]
+            if math.prod(later) != placement.split_factor:
+                return False
+    return True
 
 
 def _cut(part: Part) -> Iterable[Part]:

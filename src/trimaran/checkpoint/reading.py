@@ -85,8 +85,12 @@ class CheckpointReader:
         return self._record(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The saved type of the numbers."""
+        """The saved type of the numbers; of a complex tensor that of their parts."""
         return DTYPES[self._record(name).dtype]
+
+    def is_complex(self, name: str) -> bool:
+        """Whether the tensor was complex, and is saved as pairs."""
+        return self._record(name).is_complex
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU, complex where it was."""

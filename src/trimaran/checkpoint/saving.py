@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from trimaran.checkpoint.parts import Part, parts_to_write
 from trimaran.checkpoint.shard_file import DTYPE_NAMES, Entry, write_shard
 from trimaran.checkpoint.staging import Staging
 from trimaran.checkpoint.state import NamedState
-from trimaran.errors import CheckpointError, TrimaranError
+from trimaran.errors import CheckpointError, RunError, TrimaranError
 from trimaran.phases import Phases
 from trimaran.records import (
     MANIFEST_FILE,
@@ -36,7 +37,9 @@ from trimaran.records import (
     PartRecord,
     StateRecord,
     TensorRecord,
+    find_gap,
     name_checkpoint,
+    read_manifest,
     to_text,
 )
 from trimaran.units import format_bytes
@@ -73,7 +76,7 @@ class Saved:
 class Saver:
     """Saves a run's state into `folder`, one checkpoint at a time. Every rank has one and calls the same methods.
 
-    `tidy` runs on rank 0 after each commit, on the same thread, with the step; it may delete older checkpoints.
+    `tidy` runs on rank 0 after each commit, with its step, on the same thread, and may delete older checkpoints.
     """
 
     def __init__(
@@ -219,6 +222,7 @@ class _Save:
         written, fault = None, None
         try:
             written = self._write_parts()
+            self._reach("save:before-manifest")
         except Exception as problem:
             fault = self._describe(problem)
         told = json.dumps({"fault": fault, "written": written, "values": self._values()})
@@ -310,6 +314,13 @@ class _Save:
                 known = tensors.get(tensor)
                 parts = (*known.parts, part) if known else (part,)
                 tensors[tensor] = TensorRecord(dtype, tuple(shape), parts, is_complex)
+        for key, tensor_record in tensors.items():
+            if (gap := find_gap(tensor_record)) is not None:  # cut in a way that this module does not understand
+                raise CheckpointError(
+                    f"{key} as saved by {len(of_ranks)} ranks: {gap}.",
+                    "A checkpoint holds each number of a tensor once, or it is none.",
+                    "Please report this, with the layout and how the model is cut.",
+                )
         values = [each["values"] for each in of_ranks if each["values"] is not None]
         record = _merge(self.record, values)
         files[STATE_FILE] = _write_text(self._temporary / STATE_FILE, to_text(record))
@@ -321,20 +332,32 @@ class _Save:
             tensors=tensors,
             aliases={name: first for each in values for name, first in each["aliases"].items()},
         )
-        self._reach("save:before-manifest")
         _write_text(self._temporary / MANIFEST_FILE, to_text(manifest))
         self._reach("save:after-manifest")
         _sync_folder(self._temporary)
         self._reach("save:before-rename")
         # Asked at the last moment: who slept until now and was replaced meanwhile must not touch what the new one has.
         self.owner.confirm()
-        if os.path.lexists(self._target):  # found damaged, or left behind by an earlier owner, and passed over
-            discard(self._target, epoch=self.owner.epoch)
+        if os.path.lexists(self._target):
+            self._clear_target()
         self._temporary.rename(self._target)
         _sync_folder(self.folder)
         _sync_folder(self.folder.parent)  # which may have this folder since this save
         self._reach("save:after-rename", self._target)
         return sum(each.num_bytes for each in files.values())
+
+    def _clear_target(self) -> None:
+        """Deletes what stands in the way: passed over as damaged, or left by an owner that this one replaced."""
+        with suppress(CheckpointError):
+            there = read_manifest(self._target)
+            if there.run_id == self.owner.run_id and there.epoch > self.owner.epoch:
+                raise RunError(
+                    f"{self._target} was written by owner {there.epoch} of the run; this process is owner "
+                    f"{self.owner.epoch}.",
+                    "A run has one writer.",
+                    "Let the newer one go on; this one ends here.",
+                )
+        discard(self._target, epoch=self.owner.epoch)
 
     def _reach(self, point: Any, path: Path | None = None) -> None:
         self.phases.reach(point, step=self.record.step, path=path or self._temporary)

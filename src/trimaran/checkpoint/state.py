@@ -41,7 +41,7 @@ class StateNames:
         self._model = model
         self._optimizer = optimizer
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._options = [self._pack_options(group, {}) for group in optimizer.param_groups]
+        self._options = [self._pack_options(group) for group in optimizer.param_groups]
 
     def collect(self) -> NamedState:
         """The state as it is now; its tensors are those in use. Raises CheckpointError for what cannot be saved."""
@@ -89,15 +89,13 @@ class StateNames:
             (parameters if name is not None else shared)[name or owner_key] = packed
         changed = []
         for group, before in zip(self._optimizer.param_groups, self._options, strict=True):
-            names = [self._names[each] for each in group["params"]]
-            within: dict[str, Tensor] = {}
-            now = self._pack_options(group, within)
-            values = {key: value for key, value in now.items() if value != before.get(key) or key in within}
-            if values and names:
-                place = f"*group of {names[0]}"  # an option may be called as a parameter's state is
-                tensors |= {f"{place}.{key}": each for key, each in within.items()}
-                values = {key: _rekeyed(value, place) for key, value in values.items()}
-                changed.append({"params": names, "values": values})
+            values = {}
+            for key, (packed, within) in self._pack_options(group).items():
+                if within or key not in before or packed != before[key][0]:
+                    values[key] = packed
+                    tensors |= within
+            if values and group["params"]:
+                changed.append({"params": [self._names[each] for each in group["params"]], "values": values})
         kind = type(self._optimizer)
         state.optimizer.update(
             kind=f"{kind.__module__}.{kind.__qualname__}", parameters=parameters, shared=shared, groups=changed
@@ -120,7 +118,7 @@ class StateNames:
                 continue  # of another pipeline stage; a model without it was refused by its weights
             parameter = of_name[name]
             group = next(each for each in optimizer.param_groups if any(one is parameter for one in each["params"]))
-            read = partial(_read_beside, reader, parameter=parameter, group=group)
+            read = partial(_read_beside, reader, owner=name, parameter=parameter, group=group)
             optimizer.state[parameter] = unpack(packed, read)
         for key, packed in values["shared"].items():
             shared_key: Any = key
@@ -135,20 +133,19 @@ class StateNames:
                         group[key] = unpack(packed, lambda name: reader.read(OPTIMIZER + name))
                     break
 
-    @staticmethod
-    def _pack_options(group: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The group's options by JSON; what cannot be packed is the job's own (a function), and never state."""
-        packed = {}
+    def _pack_options(self, group: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Tensor]]]:
+        """The group's options as JSON and tensors; what cannot be packed is the job's own (a function), never state."""
+        first = self._names[group["params"][0]] if group["params"] else ""
+        options = {}
         for key, value in group.items():
             if key in _ENGINE_SETS:
                 continue
             within: dict[str, Tensor] = {}
             try:
-                packed[key] = pack(value, key, within)
+                options[key] = (pack(value, f"*group.{first}.{key}", within), within)
             except CheckpointError:
                 continue
-            tensors |= within
-        return packed
+        return options
 
 
 def restore_model(model: nn.Module, reader: CheckpointReader, extra: Mapping[str, Any] | None = None) -> None:
@@ -182,7 +179,9 @@ def restore_model(model: nn.Module, reader: CheckpointReader, extra: Mapping[str
         model.load_state_dict(values, strict=False)
 
 
-def _read_beside(reader: CheckpointReader, key: str, *, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+def _read_beside(
+    reader: CheckpointReader, key: str, *, owner: str, parameter: Tensor, group: Mapping[str, Any]
+) -> Tensor:
     """A tensor of a parameter's state: cut, strided and placed like the parameter where it has its shape.
 
     It keeps its type, except that one which had the parameter's type has it still where that is now another
@@ -190,11 +189,11 @@ def _read_beside(reader: CheckpointReader, key: str, *, parameter: Tensor, group
     Raises CheckpointError for another shape than fused kernels take: they write beyond a tensor that is too short.
     """
     name = OPTIMIZER + key
-    dtype, shape = reader.dtype(name), reader.shape(name)
+    dtype, shape, is_complex = reader.dtype(name), reader.shape(name), reader.is_complex(name)
     if key.endswith(".step") and shape == ():
         on_host = not (group.get("fused") or group.get("capturable"))
         return reader.read(name).to("cpu" if on_host else parameter.device)
-    if shape != whole_shape(parameter):
+    if shape != whole_shape(parameter) or is_complex != parameter.is_complex():
         if group.get("fused"):
             raise CheckpointError(
                 f"{reprlib.repr(key)} is {_shape(shape)}, beside a parameter that is {_shape(whole_shape(parameter))}.",
@@ -202,9 +201,11 @@ def _read_beside(reader: CheckpointReader, key: str, *, parameter: Tensor, group
                 "Use another checkpoint.",
             )
         return reader.read(name).to(parameter.device)
-    saved_as = reader.find(MODEL + key.rpartition(".")[0])
+    saved_as = reader.find(MODEL + owner)
     if saved_as is not None and reader.dtype(saved_as) == dtype and dtype.is_floating_point:
         dtype = parameter.dtype
+    elif is_complex:
+        dtype = dtype.to_complex()
     # Strides too: fused kernels go through parameter and state side by side, and do not look at strides.
     like = torch.empty_like(parameter.detach(), dtype=dtype)
     reader.read_into(like, name)
@@ -242,16 +243,6 @@ def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _place(tensor: Tensor) -> tuple[object, ...]:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
-
-
-def _rekeyed(packed: Any, owner: str) -> Any:
-    """A packed option whose tensors are named under `owner`."""
-    if not isinstance(packed, dict):
-        return packed
-    ((kind, content),) = packed.items()
-    if kind == "tensor":
-        return {kind: f"{owner}.{content}"}
-    return packed if kind == "float" else {kind: [[key, _rekeyed(each, owner)] for key, each in content]}
 
 
 def _describe(owner: object) -> str:

@@ -18,6 +18,7 @@ VERBS = {
     "new": "write a job file to start from",
     "check": "start small: does the job learn at all?",
     "train": "train a job on one process or on many",
+    "export": "write the weights of a checkpoint for other programs",
 }
 INTERRUPTED = 130
 

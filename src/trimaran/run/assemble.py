@@ -107,7 +107,7 @@ def start(
             console.lines(_describe_unused(trial.unused_parameters))
         console.lines(describe_unchecked(identity, origin, world.num_nodes))
         record = record_run(remaining, layout, options, world, origin, identity, rate, begins.run_id, begins.origin)
-        trackers = on_first_rank(world, partial(open_trackers, options.track, record, path, console.line))
+        trackers = on_first_rank(world, partial(open_trackers, options.track, record, path, console.line, begins.step))
         if trackers is not None:
             resources.callback(trackers.close)
         if directory is not None:

@@ -8,30 +8,33 @@ without noticing (a suspended process, a file system whose locks are lost) is re
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from trimaran.checkpoint import Lineage
 from trimaran.errors import RunError
 from trimaran.records import (
     EVENTS_FILE,
     METRICS_FILE,
+    OWNER_FILE,
     RUN_FILE,
     TIMING_FILE,
     EventRecord,
+    OwnerRecord,
     RunRecord,
     StepRecord,
     TimingRecord,
     cut_back,
+    read_owner,
     read_run,
     to_line,
+    write_owner,
     write_run,
 )
 
@@ -41,7 +44,6 @@ except ImportError:  # Windows has no flock; WSL does
     fcntl = None  # type: ignore[assignment]
 
 LOCK_FILE = "lock"
-OWNER_FILE = "owner.json"
 _FILES = {StepRecord: METRICS_FILE, TimingRecord: TIMING_FILE, EventRecord: EVENTS_FILE}
 
 
@@ -77,8 +79,8 @@ class RunDirectory:
             ) from problem
         try:
             _wait_for_lock(lock, path, wait_seconds)
-            epoch = _read_epoch(path) + 1
-            _write_owner(path, epoch, _read_resumed(path))
+            epoch = read_owner(path).epoch + 1
+            write_owner(path, OwnerRecord(epoch, os.getpid(), socket.gethostname(), read_owner(path).resumed))
         except BaseException:
             lock.close()
             raise
@@ -104,15 +106,11 @@ class RunDirectory:
             )
         return there
 
-    def lineage(self, run_id: str) -> Lineage:
-        """Which checkpoints are this run's past."""
-        return read_lineage(self.path, run_id)
-
     def take_over(self, step: int) -> None:
         """Makes `step` the run's present: what an earlier owner recorded or may still save beyond it counts no more."""
         self._check_owner()
-        resumed = _read_resumed(self.path) | {self.epoch: step}
-        _write_owner(self.path, self.epoch, resumed)
+        owner = read_owner(self.path)
+        write_owner(self.path, replace(owner, resumed={**owner.resumed, self.epoch: step}))
         for name in (METRICS_FILE, TIMING_FILE):
             cut_back(self.path / name, step)
 
@@ -173,7 +171,7 @@ class RunDirectory:
             self.path.rmdir()
 
     def _check_owner(self) -> None:
-        epoch = _read_epoch(self.path)
+        epoch = read_owner(self.path).epoch
         if epoch == 0:
             raise RunError(
                 f"{self.path} was removed or emptied while this process was writing to it.",
@@ -186,11 +184,6 @@ class RunDirectory:
                 "A run has one writer.",
                 "Let the newer one go on; this one ends here.",
             )
-
-
-def read_lineage(path: Path, run_id: str) -> Lineage:
-    """Which checkpoints in a run's directory are that run's past; needs no lock."""
-    return Lineage(run_id, _read_resumed(path))
 
 
 def find_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
@@ -232,44 +225,8 @@ def _wait_for_lock(lock: IO[str], path: Path, wait_seconds: float) -> None:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise RunError(
-                    f"{path} is being written by {_describe_owner(path)}.",
+                    f"{path} is being written by {read_owner(path)}.",
                     "A run has one writer.",
                     "Wait until it ends, stop it, or choose another --run.",
                 ) from None
             time.sleep(0.1)
-
-
-def _read_owner(path: Path) -> Mapping[str, Any]:
-    try:
-        owner = json.loads((path / OWNER_FILE).read_text(encoding="utf-8"))
-        return owner if isinstance(owner, Mapping) else {}
-    except (OSError, ValueError):
-        return {}
-
-
-def _read_epoch(path: Path) -> int:
-    epoch = _read_owner(path).get("epoch", 0)
-    return epoch if isinstance(epoch, int) else 0
-
-
-def _read_resumed(path: Path) -> dict[int, int]:
-    """Owner number -> the step from which it continued."""
-    resumed = _read_owner(path).get("resumed", {})
-    if not isinstance(resumed, Mapping):
-        return {}
-    return {int(epoch): step for epoch, step in resumed.items() if epoch.isdecimal() and isinstance(step, int)}
-
-
-def _write_owner(path: Path, epoch: int, resumed: Mapping[int, int]) -> None:
-    owner = {"epoch": epoch, "pid": os.getpid(), "host": socket.gethostname(), "resumed": resumed}
-    temporary = path / f"{OWNER_FILE}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(owner))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path / OWNER_FILE)
-
-
-def _describe_owner(path: Path) -> str:
-    owner = _read_owner(path)
-    return f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"

@@ -44,18 +44,23 @@ def finish_run(
     console.line("")
     if run.stopped:
         console.line(f"stopped on request after step {run.last_step}/{run.job.total_steps}")
-    if run.last_step:
+    if run.last_loss is not None:
         console.line(f"loss     {run.last_loss:.4f} at step {run.last_step}")
     if run.validation is not None and not run.stopped:
         console.line(f"valid    {format_figures(run.validation)}")
     console.line(f"time     {_describe_time(run.seconds_by_kind)}")
     console.line(f"memory   {_describe_memory(run, predicted, world)}")
+    if run.newest_checkpoint:
+        console.line(f"saved    {run.newest_checkpoint}")
     console.line(f"weights  {path}" + (f"; the trained ones alone in {TRAINED_FILE}" if some_frozen else ""))
     if not run.stop_reason:
         _compare_and_sample(run, console, path)
-    console.line(
-        f"next     safetensors.torch.load_model(model, file) reads them; {METRICS_FILE} beside them has the curve"
-    )
+    if run.stopped and run.newest_checkpoint:
+        console.line("next     the same command continues the run")
+    else:
+        console.line(
+            f"next     safetensors.torch.load_model(model, file) reads them; {METRICS_FILE} beside them has the curve"
+        )
 
 
 def _compare_and_sample(run: Run, console: Console, weights: Path) -> None:

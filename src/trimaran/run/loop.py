@@ -76,7 +76,7 @@ class Run:
         self.engine = engine
         self.validation: dict[str, float] | None = None
         self.last_step = first_step
-        self.last_loss = float("nan")
+        self.last_loss: float | None = None
         self.stopped = False
         self._options = options
         self._world = world
@@ -167,6 +167,11 @@ class Run:
     def mark_saved(self) -> None:
         """Says that the weights are on disk: from here on a signal ends what remains at once."""
         self._stop_request.is_saved = True
+
+    @property
+    def newest_checkpoint(self) -> str:
+        """Where the newest checkpoint lies; empty where nothing was saved."""
+        return self._saving.newest
 
     @property
     def stop_reason(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,13 +20,14 @@ from trimaran.checkpoint import (
     list_steps,
     open_checkpoint,
     restore_model,
+    split_step,
 )
 from trimaran.engine import Engine
 from trimaran.errors import CheckpointError, RunError
 from trimaran.job import Job
 from trimaran.records import CHECKPOINTS_FOLDER, RUN_FILE, read_run
 from trimaran.run.agree import on_first_rank
-from trimaran.run.directory import RunDirectory, find_differences, read_lineage
+from trimaran.run.directory import RunDirectory, find_differences
 from trimaran.world.groups import World
 
 Way = Literal["new", "again", "resumed", "forked", "from"]
@@ -42,21 +42,16 @@ class Source:
 
     @property
     def run(self) -> Path:
-        return Path(self._parts[0])
+        return split_step(self.text)[0]
 
     @property
     def step(self) -> int | None:
-        return None if self._parts[1] is None else int(self._parts[1])
+        return split_step(self.text)[1]
 
     @property
     def flag(self) -> str:
         """What the user wrote, or would write: "--fork runs/a@30"."""
         return f"{'--fork' if self.way == 'forked' else '--from'} {self.text}"
-
-    @property
-    def _parts(self) -> tuple[str, str | None]:
-        match = re.fullmatch(r"(.+)@([0-9]+)", self.text)
-        return (match[1], match[2]) if match else (self.text, None)
 
 
 @dataclass(frozen=True)
@@ -119,7 +114,9 @@ def find_beginning(
         raise _nothing_to_begin_from(seen, refused)
     if found is None:
         return replace(begins, way="again")
-    return replace(begins, checkpoint=found, passed_over=refused)
+    # Of a source without a step, the newest by now: a start that was killed before it saved begins there again.
+    origin = {**seen.origin, "step": found.step} if seen.way != "resumed" else seen.origin
+    return replace(begins, checkpoint=found, passed_over=refused, origin=origin)
 
 
 def restore(beginning: Beginning, engine: Engine, names: StateNames) -> None:
@@ -140,8 +137,7 @@ def restore(beginning: Beginning, engine: Engine, names: StateNames) -> None:
 
 def take_over(directory: RunDirectory, beginning: Beginning) -> None:
     """Makes the run's records end where it begins, and clears what killed saves left. On rank 0, before step 1."""
-    if beginning.way in ("resumed", "again"):
-        directory.take_over(beginning.step)
+    directory.take_over(beginning.step)
     folder = directory.path / CHECKPOINTS_FOLDER
     if folder.is_dir():
         discard_leftovers(folder)
@@ -179,7 +175,7 @@ def _look(directory: RunDirectory | None, path: Path, identity: Mapping[str, Any
     started = directory.read_started(identity)
     if started is not None:
         _check_source(path, started.origin, source)
-        lineage = directory.lineage(started.id)
+        lineage = Lineage.read(path)
         resumed = {str(epoch): step for epoch, step in lineage.resumed.items()}
         way: Way = "resumed"
         steps, origin = _list_steps(path), dict(started.origin)
@@ -209,7 +205,7 @@ def _from_source(
             "Give the directory of a run that has saved, such as runs/a, or runs/a@200 for its step 200.",
         )
     there = read_run(source.run / RUN_FILE)
-    lineage = read_lineage(source.run, there.id)
+    lineage = Lineage.read(source.run)
     steps = _list_steps(source.run)
     if step is not None and step not in steps:
         raise RunError(

@@ -117,7 +117,7 @@ class Saving:
         if directory is not None:
             keeper = Keeper(
                 path,
-                directory.lineage(beginning.run_id),
+                Lineage.read(directory.path),
                 retention_of(options, job),
                 epoch=directory.epoch,
                 confirm=directory.confirm,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from trimaran.options import Tracker
 from trimaran.records import RunRecord, StepRecord
 
 _PROJECT = "trimaran"
+_MLFLOW_TAG = "trimaran_run_id"
 
 
 class TrackerClient(Protocol):
@@ -65,14 +67,14 @@ def step_figures(record: StepRecord) -> dict[str, float]:
 
 
 def open_trackers(
-    names: Sequence[Tracker], record: RunRecord, directory: Path, warn: Callable[[str], None]
+    names: Sequence[Tracker], record: RunRecord, directory: Path, warn: Callable[[str], None], first_step: int = 0
 ) -> Trackers:
-    """Starts the named trackers; on rank 0 only.
+    """Starts the named trackers; on rank 0 only. A run that continues goes on in each, after `first_step`.
 
     Raises RunError where a client is not installed, or refuses to start.
     """
     openers: dict[Tracker, Callable[[RunRecord, Path], TrackerClient]] = {
-        "tensorboard": _TensorBoard,
+        "tensorboard": partial(_TensorBoard, first_step=first_step),
         "wandb": _WandB,
         "mlflow": _MLflow,
     }
@@ -103,10 +105,12 @@ def _settings(record: RunRecord) -> dict[str, Any]:
 
 
 class _TensorBoard:
-    def __init__(self, record: RunRecord, directory: Path) -> None:
+    def __init__(self, record: RunRecord, directory: Path, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory / "tensorboard"))
+        # What an earlier start logged beyond its last checkpoint is made again.
+        purge_step = first_step + 1 if first_step else None
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step)
         self._writer.add_text("run", "\n".join(f"- {name}: {value}" for name, value in _settings(record).items()))
 
     def log(self, figures: Mapping[str, float], step: int, /) -> None:
@@ -122,7 +126,14 @@ class _WandB:
         import wandb
 
         self._run = wandb.init(
-            project=_PROJECT, name=directory.name, dir=str(directory), config=_settings(record), reinit="create_new"
+            project=_PROJECT,
+            id=record.id,
+            resume="allow",
+            name=directory.name,
+            dir=str(directory),
+            config=_settings(record),
+            allow_val_change=True,  # a run may continue in another layout
+            reinit="create_new",
         )
 
     def log(self, figures: Mapping[str, float], step: int, /) -> None:
@@ -141,7 +152,13 @@ class _MLflow:
         self._metric = Metric
         experiment = self._client.get_experiment_by_name(_PROJECT)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(_PROJECT)
-        self._run_id = self._client.create_run(experiment_id, run_name=directory.name).info.run_id
+        known = self._client.search_runs([experiment_id], filter_string=f"tags.{_MLFLOW_TAG} = '{record.id}'")
+        if known:  # continued; parameters of a run in MLflow are set once
+            self._run_id = known[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        made = self._client.create_run(experiment_id, run_name=directory.name, tags={_MLFLOW_TAG: record.id})
+        self._run_id = made.info.run_id
         params = [Param(name, str(value)) for name, value in _settings(record).items()]
         self._client.log_batch(self._run_id, params=params)
 

@@ -16,7 +16,9 @@ from trimaran.run.directory import RunDirectory, find_difference, name_run
 
 
 def record(identity: dict[str, Any]) -> RunRecord:
-    return RunRecord(name="a", identity=identity, layout="dp=1", options={}, derived={}, machine={}, versions={})
+    return RunRecord(
+        name="a", id="0f", identity=identity, layout="dp=1", options={}, derived={}, machine={}, versions={}
+    )
 
 
 def step(number: int) -> StepRecord:
@@ -102,17 +104,15 @@ def test_a_directory_that_vanished_is_told_as_such(tmp_path: Path) -> None:
 def test_another_jobs_directory_is_refused_with_the_difference(tmp_path: Path) -> None:
     directory = RunDirectory.open(tmp_path / "a")
     identity = {"arguments": {"width": 8}, "data": {"length": 3}}
-    directory.refuse_used(identity)
+    assert directory.read_started(identity) is None
     directory.write_run(record(identity))
-    with pytest.raises(RunError, match=r"already holds this run \(started\)"):
-        directory.refuse_used(identity)
-    directory.note("finished", 6)
-    with pytest.raises(RunError, match=r"already holds this run \(finished at step 6\)"):
-        directory.refuse_used(identity)
+    started = directory.read_started(identity)
+    assert started is not None
+    assert started.id == "0f"
     with pytest.raises(RunError, match=r"was started with width=8; this command has width=9\."):
-        directory.refuse_used(identity | {"arguments": {"width": 9}})
+        directory.read_started(identity | {"arguments": {"width": 9}})
     with pytest.raises(RunError, match=r"was started with data\.length=3; this command has data\.length=4\."):
-        directory.refuse_used(identity | {"data": {"length": 4}})
+        directory.read_started(identity | {"data": {"length": 4}})
     directory.close()
 
 
@@ -120,7 +120,7 @@ def test_a_damaged_record_refuses_the_directory(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     directory = RunDirectory.open(tmp_path)
     with pytest.raises(RunError, match=r"run\.json cannot be read"):
-        directory.refuse_used({})
+        directory.read_started({})
     directory.close()
 
 

@@ -21,6 +21,7 @@ STEPS = [
 def record() -> RunRecord:
     return RunRecord(
         name="tiny",
+        id="0f",
         identity={"arguments": {"width": 8}, "global_batch": 4},
         layout="dp=1",
         options={},
@@ -98,7 +99,7 @@ def test_a_client_that_does_not_start_stops_the_run(tmp_path: Path, monkeypatch:
 
 def test_a_client_that_fails_later_is_dropped_aloud_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Flaky:
-        def __init__(self, *_: object) -> None: ...
+        def __init__(self, *_: object, first_step: int) -> None: ...
 
         def log(self, *_: object) -> None:
             raise OSError("disk full")
