@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trimaran.checkpoint import (
     Keeper,
+    Lineage,
     NamedState,
     Owner,
     Retention,
