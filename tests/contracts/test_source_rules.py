@@ -11,6 +11,9 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 GROUPS = {"init_process_group", "new_group", "new_subgroups", "init_device_mesh", "DeviceMesh"}
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 TORCH_PICKLES = {"save", "load"}
+PICKLING_MODULES = ("torch.distributed.checkpoint", "torch.package", "torch.hub", "torch.jit")
+RUNS_TEXT = {"eval", "exec", "compile", "__import__", "import_module", "run_module", "run_path", "locate"}
+READS_FOREIGN_FILES = {"checkpoint", "records"}
 OBJECT_COLLECTIVES = {
     "all_gather_object",
     "gather_object",
@@ -52,9 +55,10 @@ def pickles(trees: Trees) -> list[str]:
 
 def _pickles(module: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
     for item in imports(tree, module=module, package=is_package(module)):
-        of_torch = item.module == "torch" and item.name in TORCH_PICKLES
+        full = f"{item.module}.{item.name}"
+        of_torch = (item.module == "torch" and item.name in TORCH_PICKLES) or _is_in(full, PICKLING_MODULES)
         if item.module.split(".")[0] in PICKLES or item.name in OBJECT_COLLECTIVES or of_torch:
-            yield f"{item.module}.{item.name}", item.line
+            yield full, item.line
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="torch"), attr=attr) if attr in TORCH_PICKLES:
@@ -63,6 +67,37 @@ def _pickles(module: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
                 yield attr, node.lineno
             case ast.keyword(arg="allow_pickle", value=value) if not _is_false(value):
                 yield "allow_pickle", value.lineno
+
+
+def _is_in(name: str, modules: tuple[str, ...]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def runs_text(trees: Trees) -> list[str]:
+    """Each place, in the rooms that read what others wrote, that could run it or import what it names."""
+    return [
+        f"{module}:{line} uses {name}"
+        for module, tree in trees.items()
+        if READS_FOREIGN_FILES & set(module.split(".")[1:2])
+        for name, line in _runs_text(module, tree)
+    ]
+
+
+def _runs_text(module: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+    written_out = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and _names_a_module(node)]
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) if name in RUNS_TEXT:
+                yield name, node.lineno
+            case ast.Attribute(attr=name) if name in RUNS_TEXT - {"compile"} and node not in written_out:
+                yield name, node.lineno  # compile: of a regular expression
+    for name, line in _names_taken(module, tree):
+        if name in RUNS_TEXT:
+            yield name, line
+
+
+def _names_a_module(call: ast.Call) -> bool:
+    return bool(call.args) and isinstance(call.args[0], ast.Constant)
 
 
 def _is_false(value: ast.expr) -> bool:
@@ -107,6 +142,10 @@ def test_nothing_is_pickled() -> None:
     assert pickles(sources()) == []
 
 
+def test_nothing_that_is_read_can_run() -> None:
+    assert runs_text(sources()) == []
+
+
 def test_the_engine_waits_for_the_device_only_where_it_says_so() -> None:
     assert device_reads(sources()) == []
 
@@ -136,6 +175,24 @@ def test_a_pickle_is_found() -> None:
     assert faults(pickles, "trimaran.run.loop", "from torch import save")
     assert faults(pickles, "trimaran.run.loop", "numpy.load(path, allow_pickle=True)")
     assert faults(pickles, "trimaran.run.loop", "dist.all_gather_object(found, mine)")
+
+
+def test_a_pickle_under_another_name_is_found() -> None:
+    assert faults(pickles, "trimaran.run.loop", "import torch.distributed as dist\nimport torch.jitter") == []
+    assert faults(pickles, "trimaran.checkpoint.saving", "import torch.distributed.checkpoint as dcp")
+    assert faults(pickles, "trimaran.checkpoint.saving", "from torch.distributed import checkpoint")
+    assert faults(pickles, "trimaran.checkpoint.saving", "from torch.distributed.checkpoint import save")
+    assert faults(pickles, "trimaran.checkpoint.saving", "def f():\n    from torch import hub")
+
+
+def test_what_would_run_a_file_is_found() -> None:
+    where = "trimaran.checkpoint.reading"
+    assert faults(runs_text, where, "import re, importlib\nre.compile('a')\nimportlib.import_module('peft')") == []
+    assert faults(runs_text, "trimaran.optim.reference", "import importlib\nimportlib.import_module(name)") == []
+    assert faults(runs_text, where, "import importlib\nimportlib.import_module(kind)")
+    assert faults(runs_text, where, "from importlib import import_module as fetch")
+    assert faults(runs_text, "trimaran.records.runs", "value = eval(text)")
+    assert faults(runs_text, where, "list(map(exec, texts))")
 
 
 def test_a_wait_for_the_device_is_found() -> None:

@@ -365,11 +365,14 @@ class _Save:
     def _describe(self, problem: Exception, fate: str = "cannot be written") -> list[str]:
         if isinstance(problem, TrimaranError):
             return [problem.value, problem.rule, problem.remedy]
-        what = problem.strerror or problem if isinstance(problem, OSError) else f"{type(problem).__name__}: {problem}"
+        if isinstance(problem, OSError):
+            what, remedy = problem.strerror or problem, "Make room on that disk or make it writable"
+        else:
+            what, remedy = f"{type(problem).__name__}: {problem}", "Look into it"
         return [
             f"{self._target} {fate}: {what}.",
             "A checkpoint is written whole or not at all, and a run that cannot save is not worth its price.",
-            "Make room on that disk or make it writable, and start again: the run continues from its last checkpoint.",
+            f"{remedy}, and start again: the run continues from its last checkpoint.",
         ]
 
 

@@ -189,21 +189,29 @@ class Run:
                 if error is None:
                     self._end()
                 else:
-                    self._saving.abandon()
-                    if self._directory is not None:
-                        self._directory.note("failed", self.last_step, f"{type(error).__name__}: {error}")
+                    self._fail(error)
             finally:
                 self._console.end_live()
                 self._loader.close()
 
     def _end(self) -> None:
-        self._take_result()
-        self._evaluate_last()
-        validation = self._last_validation
-        self._record_previous()
-        self._console.end_live()
-        self._saving.save_last(self.last_step, validation)
+        try:
+            self._take_result()
+            self._evaluate_last()
+            validation = self._last_validation
+            self._record_previous()
+            self._console.end_live()
+            self._saving.save_last(self.last_step, validation)
+        except Exception as error:
+            self._fail(error)
+            raise
         self._finish(self)
+
+    def _fail(self, error: BaseException) -> None:
+        """Lets a save in progress end, and records why the run ends here."""
+        self._saving.abandon()
+        if self._directory is not None:
+            self._directory.note("failed", self.last_step, f"{type(error).__name__}: {error}")
 
     def _save(self) -> None:
         """Saves after the last step made; its record comes first, so that no checkpoint is ahead of the records."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -205,10 +206,8 @@ class Saving:
 
     def abandon(self) -> None:
         """Gives a save in progress a moment to end, when the run ends by an error."""
-        try:
+        with contextlib.suppress(Exception):  # the run's own error is the one to tell
             self._saver.wait(_GRACE_SECONDS)
-        except Exception:
-            return  # the run's own error is the one to tell
         self.tell()
 
     def tell(self) -> None:

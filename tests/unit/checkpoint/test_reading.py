@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -222,7 +223,7 @@ def write_in_boxes(folder: Path, whole: torch.Tensor, cuts: list[list[int]]) -> 
         boxes = [
             ((*offset, start), box.narrow(dim, start, end - start))
             for offset, box in boxes
-            for start, end in zip(places, places[1:], strict=False)
+            for start, end in itertools.pairwise(places)
         ]
     parts, files = [], {}
     for number in range(2):
