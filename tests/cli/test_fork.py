@@ -143,7 +143,7 @@ def test_what_cannot_be_begun_from_is_refused(command: Any, words: tuple[str, ..
     [
         (
             ("adamw(lr=lr)", "sgd(lr=lr, momentum=0.9)"),
-            "the checkpoint's optimizer is torch.optim.adamw.AdamW; this job",
+            "AdamW'; this job has torch.optim.sgd.SGD.",
         ),
         (("nn.Linear(width, 1)", "nn.Linear(width, 1).requires_grad_(False)"), "down.weight was trained when the"),
         (

@@ -6,6 +6,7 @@ import fcntl
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,14 @@ def test_an_orphan_in_the_middle_of_a_save(
     train(build_job(CASE), run=tmp_path / "a", options=options)
     resumed = 4 if point in ("save:after-rename", "save:during-deletion") else 2
     assert ("resumed", resumed) in events_of(tmp_path / "a")
+    save_in_progress = tmp_path / "a" / CHECKPOINTS_FOLDER / "step-00000010.tmp-2"
+    save_in_progress.mkdir()
+    (save_in_progress / "rank-00000-of-00001.safetensors").write_bytes(b"not yet whole")
     files = contents(tmp_path / "a")
 
     hold.released.set()
-    with pytest.raises(TrimaranError):
+    # In the middle of a deletion nothing is left to be refused: what it had begun to delete is gone already.
+    with nullcontext() if point == "save:during-deletion" else pytest.raises(TrimaranError):
         orphan._saving._saver.wait()
     orphan.step(late)
     with pytest.raises(RunError, match="taken over by another start"):

@@ -10,11 +10,10 @@ import pytest
 from pool import Pool, RankDied, RankHung
 from resuming import Case, assert_same_run, build_job, read_newest, same_bits, train
 from tiny_job import events_of
-from trimaran.checkpoint import find_checkpoint, list_steps
+from trimaran.checkpoint import Lineage, find_checkpoint, list_steps
 from trimaran.options import RunOptions
 from trimaran.phases import COMMIT_POINTS, WRITE_POINTS
-from trimaran.records import CHECKPOINTS_FOLDER, RUN_FILE, read_run
-from trimaran.run.directory import read_lineage
+from trimaran.records import CHECKPOINTS_FOLDER
 
 CASE = Case("adamw", steps=8, clip=0.5)
 KILLS = [
@@ -45,8 +44,7 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def newest_valid(run: Path) -> int:
     """The step from which the run would go on."""
-    lineage = read_lineage(run, read_run(run / RUN_FILE).id)
-    found, _ = find_checkpoint(run, lineage, list_steps(run))
+    found, _ = find_checkpoint(run, Lineage.read(run), list_steps(run))
     assert found is not None
     return found.step
 

@@ -180,8 +180,6 @@ class Saving:
         """Saves the state after `step`, whose record must have been written. Every rank must call it."""
         with self._phases("save"):
             self._engine.settle()
-            self._saver.wait()
-            self.tell()  # of the save before, which may just have ended
             warning = self._saver.save(
                 self._names.collect, partial(self._describe, step, validation), blocking=blocking
             )
