@@ -1,5 +1,6 @@
 """Weights and state on disk."""
 
+from trimaran.checkpoint.export import ExportedWeights, export_weights
 from trimaran.checkpoint.finding import (
     Checkpoint,
     Lineage,
@@ -21,6 +22,7 @@ from trimaran.checkpoint.weights import LoadedWeights, load_weights
 
 __all__ = [
     "Checkpoint",
+    "ExportedWeights",
     "Keeper",
     "Lineage",
     "LoadedWeights",
@@ -35,6 +37,7 @@ __all__ = [
     "describe_steps",
     "digest_files",
     "discard_leftovers",
+    "export_weights",
     "find_checkpoint",
     "list_steps",
     "load_weights",

@@ -67,9 +67,13 @@ def finish_run(
     if run.stopped and run.newest_checkpoint:
         console.line("next     the same command continues the run")
     else:
-        console.line(
-            f"next     safetensors.torch.load_model(model, file) reads them; {METRICS_FILE} beside them has the curve"
-        )
+        console.line(f"next     {_describe_next(run, directory.path)}")
+
+
+def _describe_next(run: Run, path: Path) -> str:
+    if run.newest_checkpoint:
+        return f"trimaran export {path} OUT gives the weights to other tools; {METRICS_FILE} has the curve"
+    return f"safetensors.torch.load_model(model, file) reads the weights; {METRICS_FILE} beside them has the curve"
 
 
 def _compare_and_sample(run: Run, console: Console, weights: Path) -> None:
