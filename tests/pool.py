@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_WORKERS = 8
-_PRELOADED = ["torch", "torch.distributed", "torch.distributed.device_mesh", "numpy", "pytest", "trimaran.errors"]
+# The second, which the first step of any optimizer imports, takes a second; so does the last.
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "numpy", "pytest", "trimaran.run"]
 
 
 class RankDied(Exception):

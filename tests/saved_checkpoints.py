@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.checkpoint.shard_file import DTYPE_NAMES, Entry, digest_file, write_shard
-from trimaran.records import Manifest, PartRecord, StateRecord, TensorRecord, name_checkpoint, to_text
+from trimaran.records import (
+    Manifest,
+    PartRecord,
+    RunRecord,
+    StateRecord,
+    TensorRecord,
+    name_checkpoint,
+    to_text,
+    write_run,
+)
 
 NUM_FILES = 3
 ROW_CUTS, COLUMN_CUTS = (0.0, 0.4, 0.4, 1.0), (0.0, 0.7, 1.0)  # one of the boxes is empty
@@ -24,21 +33,26 @@ def save_by_hand(
     step: int = 100,
     hugging_face: Mapping[str, Any] | None = None,
     trained: Sequence[str] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes `run`/checkpoints/step-… of a model and some optimizer state; returns its folder."""
     folder = run / "checkpoints" / name_checkpoint(step)
     folder.mkdir(parents=True)
+    record = RunRecord("by hand", "a", identity={}, layout="", options={}, derived={}, machine={}, versions={})
+    write_run(run / "run.json", record)
     names = [name for name, each in model.named_parameters() if each.requires_grad] if trained is None else trained
     tensors, aliases = _collect(model, names)
     records, boxes = {}, [[] for _ in range(NUM_FILES)]
     for index, (name, tensor) in enumerate(tensors.items()):
         parts = []
+        is_complex = tensor.is_complex()
+        tensor = torch.view_as_real(tensor) if is_complex else tensor
         for number, (offset, box) in enumerate(_boxes(tensor)):
             file = (index + number) % NUM_FILES
             key = f"{name}@{number}"
             boxes[file].append((Entry(key, DTYPE_NAMES[box.dtype], tuple(box.shape), box.nbytes), box))
             parts.append(PartRecord(f"shard-{file}.safetensors", key, offset, tuple(box.shape)))
-        records[name] = TensorRecord(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tuple(parts))
+        records[name] = TensorRecord(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tuple(parts), is_complex)
     files = {
         (name := f"shard-{index}.safetensors"): write_shard(
             folder / name, [entry for entry, _ in each], [box for _, box in each]
@@ -51,7 +65,7 @@ def save_by_hand(
         num_updates=step,
         loss_scale=None,
         optimizer={},
-        model={},
+        model=extra or {},
         trained=tuple(names),
         layout="dp=3",
         time="2026-01-01T00:00:00+00:00",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimaran import data, errors, losses, optim
+    from trimaran.checkpoint import export_weights
     from trimaran.cluster import Cluster
     from trimaran.job import Job, Weights
     from trimaran.layout import Layout
@@ -27,6 +28,7 @@ _HOMES = {
     "Run": "run",
     "Weights": "job",
     "check_job": "prove",
+    "export_weights": "checkpoint",
     "start": "run",
     "train": "run",
 }
@@ -42,6 +44,7 @@ __all__ = [
     "check_job",
     "data",
     "errors",
+    "export_weights",
     "losses",
     "optim",
     "start",

@@ -68,3 +68,7 @@ class NumericsError(TrimaranError):
 
 class WorkerError(TrimaranError):
     """A worker process died, raised, or stopped answering."""
+
+
+class DrillError(TrimaranError):
+    """A fault that was made on purpose."""

@@ -34,7 +34,7 @@ class RunOptions:
     keep_last: int | Literal["all"] = 2
     """Keep so many of the newest checkpoints, and delete older ones."""
     keep_every: str | None = None
-    """Besides the newest, keep for good the checkpoints at every multiple of this, as "1000steps" or "1epoch"."""
+    """Save at every multiple of this too, as "1000steps" or "1epoch", and keep these checkpoints for good."""
     keep_best: str | None = None
     """Save after each best evaluation, and keep that checkpoint: "loss", or a metric as "accuracy:max"."""
     drill: tuple[str, ...] = ()

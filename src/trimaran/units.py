@@ -113,7 +113,10 @@ def _split(text: str, what: str) -> tuple[float, str]:
             "A quantity is a number that is not negative, followed by its unit.",
             f"Write {what}.",
         )
-    return float(match[1]), match[2]
+    number = float(match[1])
+    if not math.isfinite(number):
+        raise UsageError(f"{text!r} is too large.", "A quantity is finite.", f"Write {what}.")
+    return number, match[2]
 
 
 def format_bytes(count: float) -> str:

@@ -33,7 +33,7 @@ def test_it_says_what_it_wrote_and_what_to_do_with_it(run: Path, capsys: pytest.
     (run / "checkpoints" / "step-00000200" / "state.json").unlink()
     assert main(["export", "run", "model.safetensors"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("passed   over run/checkpoints/step-00000200/state.json is missing")
+    assert lines[0].startswith("passed   run/checkpoints/step-00000200/state.json is missing")
     assert lines[1] == "read     run/checkpoints/step-00000100"
     assert lines[2].startswith("wrote    model.safetensors  ")
     assert lines[3] == "holds    2 tensors, 72 B"
@@ -77,8 +77,8 @@ def test_the_trained_part(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("words", "code", "expected"),
     [
         (["run"], 2, "Missing from trimaran export: OUT"),
-        (["nowhere", "out"], 2, "nowhere does not exist."),
-        (["run@7", "out"], 1, "It has those of 100, 200."),
+        (["nowhere", "out"], 1, "nowhere is no directory of a run."),
+        (["run@7", "out"], 1, "It has those of steps 100, 200."),
         (["run", "run"], 2, "run exists."),
         (["run", "out", "--shard-sise", "1GB"], 2, "Did you mean --shard-size?"),
         (["run", "out", "--hf", "--trainable"], 2, "has no adapters"),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
-import trimaran as tm
 from pool import Pool
 from resuming import NEVER, OPTIMIZERS, Case, assert_same_run, build_job, read_newest, train
 from tiny_job import events_of, lines_of

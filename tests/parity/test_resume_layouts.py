@@ -63,7 +63,8 @@ def test_other_numbers_of_ranks(
     leave_after = [3 + 2 * index for index in range(len(ranks) - 1)]
     seen = []
     for world, until in zip(ranks, [*leave_after, None], strict=True):
-        seen.append(sum(pool.run(part_of_run, world, tmp_path / "a", optimizer, until), start=[]))
+        of_ranks = pool.run(part_of_run, world, tmp_path / "a", optimizer, until)
+        seen.append([each for ids in of_ranks for each in ids])
     begins = [0, *(each - 1 for each in leave_after)]
     assert [each for each in events_of(tmp_path / "a") if each[0] == "resumed"] == [
         ("resumed", step) for step in begins[1:]

@@ -1,5 +1,6 @@
 """Weights and state on disk."""
 
+from trimaran.checkpoint.export import ExportedWeights, export_weights
 from trimaran.checkpoint.finding import (
     Checkpoint,
     Lineage,
@@ -10,6 +11,7 @@ from trimaran.checkpoint.finding import (
     read_checkpoint,
     split_step,
 )
+from trimaran.checkpoint.hugging_face import describe_hugging_face
 from trimaran.checkpoint.reading import open_checkpoint, verify_files
 from trimaran.checkpoint.retention import Keeper, Retention
 from trimaran.checkpoint.safetensors_folder import digest_files
@@ -20,6 +22,7 @@ from trimaran.checkpoint.weights import LoadedWeights, load_weights
 
 __all__ = [
     "Checkpoint",
+    "ExportedWeights",
     "Keeper",
     "Lineage",
     "LoadedWeights",
@@ -30,9 +33,11 @@ __all__ = [
     "Saver",
     "StateNames",
     "checkpoint_folder",
+    "describe_hugging_face",
     "describe_steps",
     "digest_files",
     "discard_leftovers",
+    "export_weights",
     "find_checkpoint",
     "list_steps",
     "load_weights",

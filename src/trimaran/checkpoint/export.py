@@ -8,26 +8,27 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from trimaran.checkpoint.finding import Checkpoint, Lineage, describe_steps, find_checkpoint, list_steps, split_step
 from trimaran.checkpoint.hugging_face import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE
-from trimaran.checkpoint.reading import CheckpointReader, open_checkpoint, read_whole_manifest, verify_files
-from trimaran.checkpoint.shard_file import DTYPES, Entry, digest_file, write_shard
-from trimaran.errors import CheckpointError, UsageError
-from trimaran.records import CHECKPOINTS_FOLDER, FileRecord, Manifest, StateRecord, name_checkpoint
+from trimaran.checkpoint.reading import CheckpointReader, open_checkpoint
+from trimaran.checkpoint.shard_file import DTYPE_NAMES, DTYPES, Entry, digest_file, write_shard
+from trimaran.checkpoint.state import MODEL
+from trimaran.errors import CheckpointError, RunError, UsageError
+from trimaran.records import CHECKPOINTS_FOLDER, RUN_FILE, FileRecord
 from trimaran.units import parse_bytes
 
 SHARD_SIZE = "5GB"
 SUFFIX = ".safetensors"
-
-_MODEL_PREFIX = "model."
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,40 @@ class ExportedWeights:
     num_bytes: int
     texts: Mapping[str, Any]
     """The content of the JSON files that stand beside the weights."""
-    passed_over: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """Modules' own state that is no tensor of the model."""
+    passed_over: tuple[str, ...] = ()
     """Newer checkpoints that could not be used, and why."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What is wanted, as `export_weights` is told it. Raises UsageError for what cannot be meant."""
+
+    out: Path
+    hf: bool = False
+    trainable: bool = False
+    shard_size: str = SHARD_SIZE
+
+    def __post_init__(self) -> None:
+        if parse_bytes(self.shard_size) < 1:
+            raise UsageError(
+                f"--shard-size {self.shard_size} holds nothing.",
+                "A file holds one tensor or more.",
+                "Give 1MB or more.",
+            )
+        _refuse_existing(self.out)
+        if self.hf and self.one_file:
+            raise UsageError(
+                f"{self.out} is one file.",
+                "from_pretrained reads a folder.",
+                f"Name a folder, such as {self.out.with_suffix('')}.",
+            )
+
+    @property
+    def one_file(self) -> bool:
+        """Whether it becomes a file, and no folder."""
+        return self.out.name.endswith(SUFFIX)
 
 
 def export_weights(
@@ -54,31 +87,35 @@ def export_weights(
     trainable: bool = False,
     shard_size: str = SHARD_SIZE,
 ) -> ExportedWeights:
-    """Writes the weights of a checkpoint to `out`, and says what it wrote. For one process; needs no GPU.
+    """Writes the weights of a run's checkpoint to `out`, and says what it wrote. For one process; needs no GPU.
 
-    `run` is a run's directory, or "runs/a@100" for its checkpoint of step 100; without a step it is the newest valid
-    one. `out` ending in .safetensors becomes one file, otherwise a folder: model.safetensors, or, above `shard_size`,
-    several files with an index. Tensors keep their types and the names of the model's `state_dict`; tied ones stand
-    once, by their first name.
+    `run` is a run's directory, or "runs/a@100" for its checkpoint of step 100; without a step it is the newest that
+    is whole. `out` ending in .safetensors becomes one file, otherwise a folder: model.safetensors, or, above
+    `shard_size`, several files with an index. Tensors keep their types and the names of the model's `state_dict`; tied
+    ones stand once, by their first name.
 
     `trainable` takes the trained parameters alone. `hf` adds what `from_pretrained` reads; with `trainable` that is
-    the adapter of a PEFT model. Raises UsageError for what cannot be meant, an `out` that exists among it, and
-    CheckpointError for a damaged checkpoint or a disk that cannot be written.
+    the adapter of a PEFT model. Raises UsageError for what cannot be meant, an `out` that exists among it, RunError
+    for a run without such a checkpoint, and CheckpointError for a disk that cannot be written.
     """
-    out, limit = Path(out), _parse_shard_size(shard_size)
-    one_file = out.name.endswith(SUFFIX)
-    _refuse_existing(out)
-    if hf and one_file:
-        raise UsageError(
-            f"{out} is one file.", "from_pretrained reads a folder.", f"Name a folder, such as {out.with_suffix('')}."
-        )
-    found = _find_checkpoint(str(run))
-    contents = _choose_contents(found, hf=hf, trainable=trainable)
-    entries = [_describe_tensor(name, found.manifest, ours) for name, ours in contents.sources.items()]
-    shards = [entries] if one_file or not contents.may_be_sharded else _split(entries, limit)
-    with _folder_beside(out) as folder, open_checkpoint(found.folder, found.manifest) as reader:
+    request = ExportRequest(Path(out), hf=hf, trainable=trainable, shard_size=shard_size)
+    checkpoint, passed_over = _find_source(str(run))
+    return replace(export_checkpoint(checkpoint, request), passed_over=tuple(passed_over))
+
+
+def export_checkpoint(checkpoint: Checkpoint, request: ExportRequest) -> ExportedWeights:
+    """Writes the weights of a checkpoint whose bytes were verified, and says what it wrote. For one process.
+
+    Raises UsageError where the model is not what was asked for, and CheckpointError for what cannot be read or written.
+    """
+    contents = _choose_contents(checkpoint, request)
+    entries = [_describe_tensor(name, checkpoint, ours) for name, ours in contents.sources.items()]
+    whole = request.one_file or not contents.may_be_sharded
+    shards = [entries] if whole else _split(entries, parse_bytes(request.shard_size))
+    out = request.out
+    with _folder_beside(out) as folder, open_checkpoint(checkpoint.folder, checkpoint.manifest) as reader:
         files = _write_files(folder, shards, contents, reader)
-        if one_file:
+        if request.one_file:
             ((name, record),) = files.items()
             _commit(folder / name, out)
             files = {out.name: record}
@@ -86,14 +123,48 @@ def export_weights(
             _commit(folder, out)
     return ExportedWeights(
         out=out,
-        checkpoint=found.folder,
-        step=found.manifest.step,
+        checkpoint=checkpoint.folder,
+        step=checkpoint.step,
         files=files,
         num_tensors=len(entries),
         num_bytes=sum(entry.num_bytes for entry in entries),
         texts=contents.texts,
-        passed_over=found.passed_over,
+        left_out=contents.left_out,
     )
+
+
+def _find_source(text: str) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint that RUN@step names, or a run's newest that counts and has its bytes; and why newer have not."""
+    run, step = split_step(text)
+    if not os.path.isfile(run / RUN_FILE):
+        raise RunError(
+            f"{run} holds no run." if os.path.isdir(run) else f"{run} is no directory of a run.",
+            "A run is known by its run.json.",
+            "Give the directory of a run that has saved, such as runs/a, or runs/a@200 for its step 200.",
+        )
+    lineage, steps = Lineage.read(run), list_steps(run)
+    if not steps:
+        raise RunError(
+            f"{run} has no checkpoints.",
+            f"A run saves them in {CHECKPOINTS_FOLDER}/ as it goes; one that ended before its first has none.",
+            "Give another run, or run this one again.",
+        )
+    if step is not None and step not in steps:
+        raise RunError(
+            f"{run} has no checkpoint of step {step}.",
+            f"It has those of steps {describe_steps(steps)}.",
+            f"Name one of them, such as {run}@{steps[0]}, or none for the newest.",
+        )
+    found, refused = find_checkpoint(run, lineage, steps if step is None else [step])
+    if found is None:
+        raise RunError(
+            f"no checkpoint of {run} can be used: {' '.join(refused)}"
+            if step is None
+            else f"the checkpoint of {text} cannot be used: {refused[0]}",
+            "Weights are taken from a checkpoint that is whole.",
+            "Name another step or another run.",
+        )
+    return found, refused
 
 
 # What is written
@@ -107,54 +178,62 @@ class _Contents:
     texts: Mapping[str, Any] = field(default_factory=dict)
     stem: str = "model"
     may_be_sharded: bool = True
+    left_out: tuple[str, ...] = ()
 
 
-def _choose_contents(found: _Found, *, hf: bool, trainable: bool) -> _Contents:
-    if hf and trainable:
-        return _choose_adapter(found)
-    if trainable:
-        if not found.state.trained:
-            raise UsageError(f"{found.folder} has no trained parameter.", "--trainable takes those alone.", "Drop it.")
-        return _Contents({name: _find_tensor(found, name) for name in found.state.trained})
-    names = [name.removeprefix(_MODEL_PREFIX) for name in found.manifest.tensors if name.startswith(_MODEL_PREFIX)]
+def _choose_contents(checkpoint: Checkpoint, request: ExportRequest) -> _Contents:
+    if request.hf and request.trainable:
+        return _choose_adapter(checkpoint)
+    if request.trainable:
+        if not checkpoint.state.trained:
+            raise UsageError(
+                f"{checkpoint.folder} has no trained parameter.", "--trainable takes those alone.", "Drop it."
+            )
+        return _Contents({name: _find_tensor(checkpoint, name) for name in checkpoint.state.trained})
+    names = [name.removeprefix(MODEL) for name in checkpoint.manifest.tensors if name.startswith(MODEL)]
+    # What a module keeps as extra state may hold tensors, which are none of the model's own.
+    extra = tuple(checkpoint.state.model)
+    names = [name for name in names if not any(name == each or name.startswith(f"{each}.") for each in extra)]
     if not names:
         raise CheckpointError(
-            f"{found.folder} holds no weights.", "A checkpoint holds those of its model.", "Use another checkpoint."
+            f"{checkpoint.folder} holds no weights.",
+            "A checkpoint holds those of its model.",
+            "Use another checkpoint.",
         )
-    texts = _choose_texts(found) if hf else {}
-    return _Contents({name: _MODEL_PREFIX + name for name in names}, texts)
+    texts = _choose_texts(checkpoint) if request.hf else {}
+    return _Contents({name: MODEL + name for name in names}, texts, left_out=extra)
 
 
-def _choose_texts(found: _Found) -> Mapping[str, Any]:
+def _choose_texts(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The configuration of a whole Hugging Face model."""
-    files = _recorded(found, "files")
+    files = _recorded(checkpoint, "files")
     if ADAPTER_CONFIG_FILE in files:
         raise UsageError(
-            f"The model of {found.folder} is a base model with adapters.",
+            f"The model of {checkpoint.folder} is a base model with adapters.",
             "Hugging Face keeps adapters in a folder of their own, and puts them onto the base model again.",
             "Add --trainable for the adapters, or drop --hf for all weights under the module's own names.",
         )
     if CONFIG_FILE not in files:
-        raise _no_hugging_face(found)
+        raise _no_hugging_face(checkpoint)
     return {name: files[name] for name in (CONFIG_FILE, GENERATION_FILE) if name in files}
 
 
-def _choose_adapter(found: _Found) -> _Contents:
+def _choose_adapter(checkpoint: Checkpoint) -> _Contents:
     """What PEFT saves of an adapted model. Raises UsageError where that would leave trained parameters out."""
-    files, adapter = _recorded(found, "files"), _recorded(found, "adapter")
+    files, adapter = _recorded(checkpoint, "files"), _recorded(checkpoint, "adapter")
     if ADAPTER_CONFIG_FILE not in files:
         if CONFIG_FILE not in files:
-            raise _no_hugging_face(found)
+            raise _no_hugging_face(checkpoint)
         raise UsageError(
-            f"The model of {found.folder} has no adapters.",
+            f"The model of {checkpoint.folder} has no adapters.",
             "from_pretrained reads a whole model, or the adapters of one.",
             "Drop --trainable for the whole model, or --hf for the trained parameters under their own names.",
         )
-    sources = {name: _find_tensor(found, ours) for name, ours in adapter.items()}
+    sources = {name: _find_tensor(checkpoint, ours) for name, ours in adapter.items()}
     held = set(sources.values())
-    if outside := [name for name in found.state.trained if _find_tensor(found, name) not in held]:
+    if outside := [name for name in checkpoint.state.trained if _find_tensor(checkpoint, name) not in held]:
         raise UsageError(
-            f"{outside[0]} of {found.folder} was trained, and is no part of the adapters"
+            f"{outside[0]} of {checkpoint.folder} was trained, and is no part of the adapters"
             + (f"; nor are {len(outside) - 1} others." if outside[1:] else "."),
             "PEFT reads adapters alone, and would leave it as it was before.",
             "Drop --hf: all trained parameters are then written, under their own names.",
@@ -163,11 +242,11 @@ def _choose_adapter(found: _Found) -> _Contents:
     return _Contents(sources, texts, stem="adapter_model", may_be_sharded=False)  # PEFT reads one file
 
 
-def _recorded(found: _Found, key: str) -> Mapping[str, Any]:
-    values = found.state.hugging_face
+def _recorded(checkpoint: Checkpoint, key: str) -> Mapping[str, Any]:
+    values = checkpoint.state.hugging_face
     if "problem" in values:
         raise CheckpointError(
-            f"{found.folder} does not know how Hugging Face keeps its model: {values['problem']}.",
+            f"{checkpoint.folder} does not know how Hugging Face keeps its model: {values['problem']}.",
             "That is asked of the model itself when it is saved.",
             "Drop --hf: the weights are then written under the module's own names.",
         )
@@ -175,44 +254,46 @@ def _recorded(found: _Found, key: str) -> Mapping[str, Any]:
     kind = Mapping if key == "files" else str
     if not isinstance(recorded, Mapping) or not all(isinstance(each, kind) for each in recorded.values()):
         raise CheckpointError(
-            f"{found.folder} is damaged: what it says of Hugging Face has no such {key}.",
+            f"{checkpoint.folder} is damaged: what it says of Hugging Face has no such {key}.",
             "A checkpoint is read whole, as it was written, or not at all.",
             "Use another checkpoint.",
         )
     return recorded
 
 
-def _no_hugging_face(found: _Found) -> UsageError:
+def _no_hugging_face(checkpoint: Checkpoint) -> UsageError:
     return UsageError(
-        f"The model of {found.folder} is none of transformers or PEFT.",
+        f"The model of {checkpoint.folder} is none of transformers or PEFT.",
         "from_pretrained reads their configuration beside the weights; this model has none.",
         "Drop --hf: the weights are then written under the model's own names.",
     )
 
 
-def _find_tensor(found: _Found, name: str) -> str:
+def _find_tensor(checkpoint: Checkpoint, name: str) -> str:
     """The tensor of the checkpoint that holds a tensor of the model."""
-    whole = _MODEL_PREFIX + name
-    source = whole if whole in found.manifest.tensors else found.manifest.aliases.get(whole)
+    manifest = checkpoint.manifest
+    source = MODEL + name if MODEL + name in manifest.tensors else manifest.aliases.get(MODEL + name)
     if source is None:
         raise CheckpointError(
-            f"{found.folder} holds no {name}, which its own state names.",
+            f"{checkpoint.folder} holds no {name}, which its own state names.",
             "A checkpoint is read whole, as it was written, or not at all.",
             "Use another checkpoint.",
         )
     return source
 
 
-def _describe_tensor(name: str, manifest: Manifest, source: str) -> Entry:
-    record = manifest.tensors[source]
+def _describe_tensor(name: str, checkpoint: Checkpoint, source: str) -> Entry:
+    record = checkpoint.manifest.tensors[source]
     num_bytes = math.prod(record.shape) * DTYPES[record.dtype].itemsize
-    return Entry(name, record.dtype, record.shape, num_bytes)
-
-
-def _parse_shard_size(text: str) -> int:
-    if (size := parse_bytes(text)) < 1:
-        raise UsageError(f"--shard-size {text} holds nothing.", "A file holds one tensor or more.", "Give 1MB or more.")
-    return size
+    if not record.is_complex:
+        return Entry(name, record.dtype, record.shape, num_bytes)
+    if record.dtype != "F32":
+        raise UsageError(
+            f"{name} of {checkpoint.folder} holds complex numbers of twice {record.dtype}.",
+            "Safetensors has complex numbers of twice F32 and no others.",
+            "Keep it in the model as a real tensor (torch.view_as_real), or as a buffer that is not persistent.",
+        )
+    return Entry(name, DTYPE_NAMES[torch.complex64], record.shape[:-1], num_bytes)
 
 
 def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
@@ -315,96 +396,3 @@ def _is_empty_folder(path: Path) -> bool:
         return not path.is_symlink() and not os.listdir(path)
     except OSError:
         return False
-
-
-# Which checkpoint
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A checkpoint all of whose files are as they were written."""
-
-    folder: Path
-    manifest: Manifest
-    state: StateRecord
-    passed_over: tuple[str, ...] = ()
-
-
-def _find_checkpoint(text: str) -> _Found:
-    """The checkpoint that RUN or RUN@STEP names; of a run's the newest valid one, and why newer ones are not."""
-    run, step = _split_step(text)
-    folders = _list_checkpoints(run)
-    if step is not None:
-        if step not in folders:
-            raise CheckpointError(
-                f"{run} has no checkpoint of step {step}.",
-                f"It has those of {', '.join(map(str, sorted(folders)))}.",
-                f"Name one of them, such as {run}@{max(folders)}, or none for the newest.",
-            )
-        return _verify(folders[step], step)
-    passed_over: list[str] = []
-    for newest in sorted(folders, reverse=True):
-        try:
-            found = _verify(folders[newest], newest)
-        except CheckpointError as problem:
-            passed_over.append(problem.value)
-            continue
-        return _Found(found.folder, found.manifest, found.state, tuple(passed_over))
-    raise CheckpointError(
-        f"None of the {len(folders)} checkpoints of {run} can be used: {' '.join(passed_over)}",
-        "A checkpoint is read whole, as it was written, or not at all.",
-        "Use another run.",
-    )
-
-
-def _split_step(text: str) -> tuple[Path, int | None]:
-    """Directory and step. A directory that has an @ in its own name is found, too."""
-    run, at, step = text.rpartition("@")
-    if not at or Path(text).is_dir():
-        return Path(text), None
-    if not re.fullmatch(r"[0-9]{1,18}", step):
-        raise UsageError(
-            f"{text!r} names step {step!r}.", "A checkpoint of a run is named RUN@STEP.", f"Write, say, {run}@100."
-        )
-    return Path(run), int(step)
-
-
-def _list_checkpoints(run: Path) -> dict[int, Path]:
-    """Step -> folder, of whatever has the name of a checkpoint. Raises where there is none."""
-    if not os.path.isdir(run):
-        what = "is no run's directory" if os.path.lexists(run) else "does not exist"
-        raise UsageError(
-            f"{run} {what}.", "Weights are taken from the checkpoints of a run.", "Give its directory, such as runs/a."
-        )
-    folder = run / CHECKPOINTS_FOLDER
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        names = []
-    except OSError as problem:
-        raise CheckpointError(
-            f"{folder} cannot be read: {problem.strerror}.",
-            f"A run keeps its checkpoints in {CHECKPOINTS_FOLDER}/.",
-            "Give another run, or have its owner export it.",
-        ) from problem
-    steps = [int(digits) for name in names if (digits := name.removeprefix("step-")).isdecimal()]
-    folders = {step: folder / name_checkpoint(step) for step in steps if name_checkpoint(step) in names}
-    if not folders:
-        raise CheckpointError(
-            f"{run} has no checkpoints.",
-            f"A run saves them in {CHECKPOINTS_FOLDER}/ as it goes; one that ended before its first has none.",
-            "Give another run, or run this one again.",
-        )
-    return folders
-
-
-def _verify(folder: Path, step: int) -> _Found:
-    manifest, state = read_whole_manifest(folder)
-    if manifest.step != step:
-        raise CheckpointError(
-            f"{folder} holds step {manifest.step}.",
-            "A checkpoint is named by its step.",
-            "Do not rename checkpoints; use another.",
-        )
-    verify_files(folder, manifest, list(manifest.files))
-    return _Found(folder, manifest, state)

@@ -63,8 +63,9 @@ class Keeper:
     def delete_old(self, during: Callable[[Path], None] = lambda folder: None) -> list[int]:
         """Deletes what is not kept; returns its steps. `during` is called in the middle of each deletion.
 
-        `confirm` is called before each, and raises where the run has another owner by now.
+        `confirm` is called first and before each, and raises where the run has another owner by now.
         """
+        self._confirm()  # what looks left over may be what the new owner writes
         discard_leftovers(self._run / CHECKPOINTS_FOLDER)
         if self._retention.last is None:
             return []

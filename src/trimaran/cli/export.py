@@ -62,18 +62,20 @@ def _as_json(written: ExportedWeights) -> str:
         "tensors": written.num_tensors,
         "bytes": written.num_bytes,
         "files": files,
+        "left_out": list(written.left_out),
         "passed_over": list(written.passed_over),
     }
     return json.dumps(told, ensure_ascii=False)
 
 
 def _lines(written: ExportedWeights, command: Export) -> list[str]:
-    lines = [f"passed   over {reason}" for reason in written.passed_over]
+    lines = [f"passed   {reason}" for reason in written.passed_over]
     lines.append(f"read     {written.checkpoint}")
     for name, record in written.files.items():
         path = written.out if name == written.out.name else written.out / name
         lines.append(f"wrote    {path}  {format_bytes(record.num_bytes)}")
     lines.append(f"holds    {written.num_tensors} tensors, {format_bytes(written.num_bytes)}")
+    lines += [f"without  {name}: safetensors hold tensors alone" for name in written.left_out]
     return lines + _next_lines(written, command)
 
 

@@ -26,6 +26,7 @@ from trimaran.run.console import Console
 from trimaran.run.decide import StopRequest, stop_on_signals
 from trimaran.run.describe import Origin, head_rows, identify, identify_parameters, record_run, title
 from trimaran.run.directory import RunDirectory, name_run
+from trimaran.run.drills import DRILLS_FOLDER, build_drills
 from trimaran.run.finish import finish_run
 from trimaran.run.loop import Rates, Run, count_tokens
 from trimaran.run.resume import Source, Way, find_beginning, remaining_job, restore, take_over
@@ -76,10 +77,13 @@ def start(
         agree_on_job(world, {"layout": str(layout), "torch": torch.__version__} | identity)
         path = Path(world.gather_text(str(run) if run is not None else str(name_run(job.name)))[0])
         directory = on_first_rank(world, partial(_open_directory, path, resources, named=run is not None))
-        phases = Phases()
+        drills = build_drills(options.drill, rank=world.rank, world_size=world.size, marks=path / DRILLS_FOLDER)
+        phases = Phases(observers=[] if drills is None else [drills])
         loaded: list[LoadedWeights] = []
         engine = build_engine(job, layout, world, phases, load_weights=_weights_loader(job, loaded))
         agree_on_weights(world, engine.model)
+        if drills is not None:
+            drills.attach(engine.model)
         identity |= {"parameters": identify_parameters(engine.model)}
         begins = find_beginning(world, directory, path, identity, source)
         remaining, shift = remaining_job(job, begins)
@@ -149,7 +153,9 @@ def start(
             saving=saving,
             first_step=begins.step,
             resources=resources.pop_all(),
-            finish=partial(finish_run, directory=directory, console=console, world=world, predicted=state),
+            finish=partial(
+                finish_run, directory=directory, console=console, world=world, predicted=state, drills=drills
+            ),
         )
 
 

@@ -37,6 +37,7 @@ from trimaran.records import (
     write_owner,
     write_run,
 )
+from trimaran.run.drills import DRILLS_FOLDER
 
 try:
     import fcntl
@@ -204,7 +205,7 @@ def find_differences(
 
 
 def _refuse_foreign(path: Path) -> None:
-    known = {LOCK_FILE, OWNER_FILE, f"{OWNER_FILE}.tmp"}
+    known = {LOCK_FILE, OWNER_FILE, f"{OWNER_FILE}.tmp", DRILLS_FOLDER}
     names = {entry.name for entry in path.iterdir()}
     if RUN_FILE not in names and names - known:
         raise RunError(

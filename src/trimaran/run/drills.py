@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from torch import Tensor, nn
 
-from trimaran.errors import RunError, TrimaranError, UsageError
+from trimaran.errors import DrillError, RunError, UsageError
 from trimaran.phases import COMMIT_POINTS, PHASES, WRITE_POINTS, Moment, Phase, WritePoint
 
 Kind = Literal["kill", "stop", "raise", "nan", "slow", "disk-full", "corrupt"]
@@ -39,10 +39,6 @@ _DEFAULT_POINT: Mapping[Kind, Phase | WritePoint] = {
 _DEFAULT_SECONDS = 5.0
 _MOST_SECONDS = 86400.0
 _EXAMPLE = 'Write, for example, "kill rank=1 step=7 phase=save:before-manifest".'
-
-
-class DrillError(TrimaranError):
-    """What the drill `raise` raises."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from trimaran.records import METRICS_FILE, TRAINED_FILE, WEIGHTS_FILE
 from trimaran.run.console import Console
 from trimaran.run.describe import describe_state
 from trimaran.run.directory import RunDirectory
+from trimaran.run.drills import Drills
 from trimaran.run.loop import Run, format_figures
 from trimaran.units import format_bytes, format_seconds
 from trimaran.world.device import memory_bytes
@@ -26,7 +27,13 @@ Result = TypeVar("Result")
 
 
 def finish_run(
-    run: Run, *, directory: RunDirectory | None, console: Console, world: World, predicted: StateBytes
+    run: Run,
+    *,
+    directory: RunDirectory | None,
+    console: Console,
+    world: World,
+    predicted: StateBytes,
+    drills: Drills | None,
 ) -> None:
     """Writes the weights and prints the end; on rank 0, after the last step. The others have nothing to do."""
     if directory is None:
@@ -50,6 +57,8 @@ def finish_run(
         console.line(f"valid    {format_figures(run.validation)}")
     console.line(f"time     {_describe_time(run.seconds_by_kind)}")
     console.line(f"memory   {_describe_memory(run, predicted, world)}")
+    if drills is not None:
+        console.lines(drills.describe_unfired())
     if run.newest_checkpoint:
         console.line(f"saved    {run.newest_checkpoint}")
     console.line(f"weights  {path}" + (f"; the trained ones alone in {TRAINED_FILE}" if some_frozen else ""))
@@ -58,9 +67,13 @@ def finish_run(
     if run.stopped and run.newest_checkpoint:
         console.line("next     the same command continues the run")
     else:
-        console.line(
-            f"next     safetensors.torch.load_model(model, file) reads them; {METRICS_FILE} beside them has the curve"
-        )
+        console.line(f"next     {_describe_next(run, directory.path)}")
+
+
+def _describe_next(run: Run, path: Path) -> str:
+    if run.newest_checkpoint:
+        return f"trimaran export {path} OUT gives the weights to other tools; {METRICS_FILE} has the curve"
+    return f"safetensors.torch.load_model(model, file) reads the weights; {METRICS_FILE} beside them has the curve"
 
 
 def _compare_and_sample(run: Run, console: Console, weights: Path) -> None:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from trimaran.checkpoint import (
     Checkpoint,
     Lineage,
@@ -128,6 +130,7 @@ def restore(beginning: Beginning, engine: Engine, names: StateNames) -> None:
         if beginning.way == "from":
             restore_model(engine.model, reader)
             return
+        _check_trained(engine.model, state.trained)
         names.restore(reader, state.model, state.optimizer)
     engine.num_updates = state.num_updates
     if engine.loss_scale is not None and state.loss_scale is not None:
@@ -183,6 +186,12 @@ def _look(directory: RunDirectory | None, path: Path, identity: Mapping[str, Any
         if not origin or steps:
             return _Seen(way, started.id, directory.epoch, origin, str(path), started.id, resumed, steps)
         source = source or Source(origin["way"], origin["text"])
+        if origin["step"] not in _list_steps(source.run):
+            raise RunError(
+                f"{path} has not saved yet, and began from step {origin['step']} of {source.run}, which is no more.",
+                "A run that is killed before it saves begins again where it began.",
+                "Give another --run to begin from a checkpoint that is there.",
+            )
         return _from_source(directory, identity, source, run_id=started.id, step=origin["step"])
     if source is None:
         return _Seen("new", secrets.token_hex(8), directory.epoch)
@@ -214,6 +223,7 @@ def _from_source(
             "Name one of them, or none for the newest.",
         )
     changed = {name: [theirs, ours] for name, theirs, ours in find_differences(there.identity, identity)}
+    _check_parameters(source, changed)
     origin = {
         "way": source.way,
         "text": source.text,
@@ -233,6 +243,33 @@ def _from_source(
         {str(epoch): step for epoch, step in lineage.resumed.items()},
         steps if step is None else [step],
     )
+
+
+def _check_parameters(source: Source, changed: Mapping[str, Sequence[Any]]) -> None:
+    """Raises RunError where the other run's model has other parameters than this job's."""
+    names = [name for name in changed if name.startswith("parameters.")]
+    if not names:
+        return
+    theirs, ours = (f"of shape {each}" if each else "not there" for each in changed[names[0]])
+    name = names[0].removeprefix("parameters.")
+    others = f", and {len(names) - 1} more differ" if names[1:] else ""
+    raise RunError(
+        f"{source.flag}: parameter {name} is {theirs}; in this job it is {ours}{others}.",
+        "A run begins from one of the same model.",
+        "Give the model its arguments of then, or take what fits: Job(weights=tm.Weights(..., partial=True)).",
+    )
+
+
+def _check_trained(model: nn.Module, trained: Sequence[str]) -> None:
+    """Raises CheckpointError where other parameters were trained: the optimizer's state is that of those."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad != (name in trained):
+            was, now = ("frozen", "trained") if parameter.requires_grad else ("trained", "frozen")
+            raise CheckpointError(
+                f"{name} was {was} when the checkpoint was saved, and is {now} in this job.",
+                "A run's whole state has the optimizer's for the parameters that were trained.",
+                "Train the same ones, or take the weights alone: --from.",
+            )
 
 
 def _list_steps(run: Path) -> list[int]:

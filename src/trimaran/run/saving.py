@@ -21,6 +21,7 @@ from trimaran.checkpoint import (
     Saver,
     StateNames,
     checkpoint_folder,
+    describe_hugging_face,
 )
 from trimaran.engine import Engine
 from trimaran.errors import UsageError
@@ -55,10 +56,6 @@ class SaveTimes:
         seconds = next((each.seconds for each in options.save_intervals if each.seconds is not None), None)
         spans = [each for each in options.save_intervals if each.seconds is None]
         return cls(seconds, _in_steps(job, spans[0]) if spans else None)
-
-    @property
-    def never(self) -> bool:
-        return self.seconds is None and self.steps is None
 
 
 def retention_of(options: RunOptions, job: Job) -> Retention:
@@ -100,6 +97,8 @@ class Saving:
         self._request = request
         self._shift = shift
         self._times = SaveTimes.of(options, job)
+        self._kept_steps = retention_of(options, job).every
+        self._never = self._times.seconds is None and self._times.steps is None and self._kept_steps is None
         self._best = options.best_figure
         self._best_value: float | None = None
         if self._best is not None and directory is not None:
@@ -172,11 +171,10 @@ class Saving:
             return False
         if decision.save or self._is_best:
             return True
-        if self._times.never:
+        if self._never:
             return False
-        every = self._times.steps
         early = step - self._first_step == FIRST_SAVE_STEP and not self._saved_any
-        return early or (every is not None and step % every == 0)
+        return early or any(every is not None and step % every == 0 for every in (self._times.steps, self._kept_steps))
 
     def save(self, step: int, validation: Mapping[str, float] | None, *, blocking: bool = False) -> None:
         """Saves the state after `step`, whose record must have been written. Every rank must call it."""
@@ -194,7 +192,7 @@ class Saving:
 
     def save_last(self, step: int, validation: Mapping[str, float] | None) -> None:
         """Saves the state after the last step of this start, unless that is done or nothing is to be saved; waits."""
-        if step != self._saved_step and not (self._times.never and not self._saved_any):
+        if step != self._saved_step and not (self._never and not self._saved_any):
             self.save(step, validation, blocking=True)
         with self._phases("save"):
             self._saver.wait()
@@ -238,6 +236,7 @@ class Saving:
             validation=None
             if validation is None
             else {name: each for name, each in validation.items() if math.isfinite(each)},
+            hugging_face=describe_hugging_face(self._engine.model),
         )
 
     def _tidy(self, keeper: Keeper, step: int) -> None:

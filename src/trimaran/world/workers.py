@@ -86,13 +86,16 @@ def _conclude(processes: WorkerProcesses) -> int:
 
 @contextmanager
 def _recorded_signals(processes: WorkerProcesses) -> Iterator[None]:
-    """Append SIGINT, SIGTERM and SIGUSR1 to lists of requests instead of dying of them; ignored ones stay ignored."""
+    """Append SIGINT, SIGTERM and SIGUSR1 to lists of requests instead of dying of them.
+
+    The first two stay ignored where they are, as under nohup; SIGUSR1 is ignored by our own doing until it is heard.
+    """
 
     def record(number: int, frame: FrameType | None) -> None:
         (processes.save_requests if number == signal.SIGUSR1 else processes.requests).append(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    heard = [each for each in numbers if each == signal.SIGUSR1 or signal.getsignal(each) != signal.SIG_IGN]
     previous = {number: signal.signal(number, record) for number in heard}
     try:
         yield

@@ -7,6 +7,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from trimaran.checkpoint import load_weights
 from trimaran.checkpoint.export import export_weights
 from trimaran.checkpoint.reading import CheckpointReader
 from trimaran.checkpoint.shard_file import Entry
-from trimaran.errors import CheckpointError, UsageError
+from trimaran.errors import CheckpointError, RunError, UsageError
 from trimaran.job import Weights
+from trimaran.records import read_manifest, to_text
 
 
 class Net(nn.Module):
@@ -113,22 +115,10 @@ def test_the_trained_parameters_alone(tmp_path: Path, net: Net) -> None:
     assert same(load_file(tmp_path / "t.safetensors"), trained)
 
 
-def test_a_trained_parameter_that_is_tied_is_found(run: Path, net: Net, tmp_path: Path) -> None:
-    save_by_hand(run, net, step=200, trained=["norm.weight"])
-    state = run / "checkpoints" / "step-00000200" / "state.json"
-    rewrite(state, {"trained": ["head.weight"]})
-    export_weights(run, tmp_path / "t.safetensors", trainable=True)
-    assert torch.equal(load_file(tmp_path / "t.safetensors")["head.weight"], net.embed.weight)
-
-
-def rewrite(path: Path, changes: dict[str, Any]) -> None:
-    """Changes a JSON file of a checkpoint, and what its manifest says of it."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    if path.name != "manifest.json":
-        manifest = path.with_name("manifest.json")
-        files = json.loads(manifest.read_text())["files"]
-        record = export_module.digest_file(path)
-        rewrite(manifest, {"files": files | {path.name: {"num_bytes": record.num_bytes, "sha256": record.sha256}}})
+def test_a_trained_parameter_that_is_tied_is_found(net: Net, tmp_path: Path) -> None:
+    save_by_hand(tmp_path / "run", net, trained=["head.weight"])
+    export_weights(tmp_path / "run", tmp_path / "t.safetensors", trainable=True)
+    assert same(load_file(tmp_path / "t.safetensors"), {"head.weight": net.embed.weight.detach()})
 
 
 # Which checkpoint
@@ -148,7 +138,7 @@ def test_the_newest_valid_one_is_taken_and_the_others_are_named(run: Path, net: 
     (save_by_hand(run, net, step=200) / "shard-2.safetensors").unlink()
     (save_by_hand(run, net, step=400) / "manifest.json").unlink()
     save_by_hand(run, net, step=99)
-    (run / "checkpoints" / "step-00000500.tmp").mkdir()
+    (run / "checkpoints" / "step-00000500.tmp-1").mkdir()
     written = export_weights(run, tmp_path / "model.safetensors")
     assert written.step == 100
     assert same(load_file(tmp_path / "model.safetensors"), before)
@@ -163,9 +153,9 @@ def test_a_step_names_one_checkpoint_and_no_other(run: Path, net: Net, tmp_path:
         net.embed.weight.add_(1)
     flip(save_by_hand(run, net, step=200) / "shard-1.safetensors")
     assert export_weights(f"{run}@100", tmp_path / "a.safetensors").step == 100
-    with pytest.raises(CheckpointError, match="SHA-256"):
+    with pytest.raises(RunError, match=r"run@200 cannot be used: .* has SHA-256"):
         export_weights(f"{run}@200", tmp_path / "b.safetensors")
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 300.\nIt has those of 100, 200"):
+    with pytest.raises(RunError, match=r"no checkpoint of step 300.\nIt has those of steps 100, 200"):
         export_weights(f"{run}@300", tmp_path / "b.safetensors")
     assert not (tmp_path / "b.safetensors").exists()
 
@@ -180,22 +170,31 @@ def test_a_directory_may_have_an_at_sign_in_its_name(run: Path, tmp_path: Path) 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "checkpoints" / "step-00000100", run / "checkpoints" / "step-00000900")
-    assert export_weights(run, tmp_path / "a.safetensors").passed_over[0].endswith("holds step 100.")
+    assert "of step 100" in export_weights(run, tmp_path / "a.safetensors").passed_over[0]
+
+
+def test_what_an_orphan_saved_after_it_was_replaced_is_not_taken(run: Path, net: Net, tmp_path: Path) -> None:
+    save_by_hand(run, net, step=200)
+    (run / "owner.json").write_text(json.dumps({"epoch": 2, "resumed": {"2": 150}}))
+    written = export_weights(run, tmp_path / "a.safetensors")
+    assert written.step == 100
+    assert "owner 2 had gone on from step 150" in written.passed_over[0]
 
 
 def test_runs_without_a_checkpoint_that_can_be_read(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.safetensors"
-    with pytest.raises(UsageError, match="does not exist"):
-        export_weights(tmp_path / "nowhere", out)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is no run's directory"):
-        export_weights(tmp_path / "file", out)
+    for none in ("nowhere", "nowhere@100", "file"):
+        with pytest.raises(RunError, match="is no directory of a run"):
+            export_weights(tmp_path / none, out)
+    with pytest.raises(RunError, match="holds no run"):
+        export_weights(tmp_path, out)
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
-    for empty in (tmp_path / "new", tmp_path / "new" / "checkpoints"):
-        with pytest.raises(CheckpointError, match="has no checkpoints"):
-            export_weights(empty, out)
+    shutil.copy(run / "run.json", tmp_path / "new")
+    with pytest.raises(RunError, match="has no checkpoints"):
+        export_weights(tmp_path / "new", out)
     (run / "checkpoints" / "step-00000100" / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"None of the 1 checkpoints .*/state.json is missing"):
+    with pytest.raises(RunError, match=r"no checkpoint of .* can be used: .*/state.json is missing"):
         export_weights(run, out)
     assert not out.exists()
 
@@ -203,9 +202,16 @@ def test_runs_without_a_checkpoint_that_can_be_read(run: Path, tmp_path: Path) -
 def test_a_manifest_that_leaves_its_directory_is_refused(run: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.safetensors"
     shutil.copy(run / "checkpoints" / "step-00000100" / "shard-0.safetensors", secret)
-    manifest = run / "checkpoints" / "step-00000100" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"shard-0.safetensors"', '"../../../secret.safetensors"'))
-    with pytest.raises(CheckpointError, match="no plain file name"):
+    folder = run / "checkpoints" / "step-00000100"
+    manifest = read_manifest(folder)
+    outside = "../../../secret.safetensors"
+    tensors = {
+        name: replace(each, parts=tuple(replace(part, file=outside) for part in each.parts))
+        for name, each in manifest.tensors.items()
+    }
+    files = {**manifest.files, outside: manifest.files["shard-0.safetensors"]}
+    (folder / "manifest.json").write_text(to_text(replace(manifest, files=files, tensors=tensors)))
+    with pytest.raises(RunError, match="no plain file name"):
         export_weights(f"{run}@100", tmp_path / "a.safetensors")
     assert not (tmp_path / "a.safetensors").exists()
 
@@ -335,6 +341,34 @@ def test_what_makes_no_sense_is_refused(said: dict[str, Any], net: Net, tmp_path
     save_by_hand(tmp_path / "run", net, hugging_face=said)
     with pytest.raises(CheckpointError):
         export_weights(tmp_path / "run", tmp_path / "out", hf=True, trainable="adapter" in said)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+# What is no tensor of the model, or no real one
+
+
+def test_tensors_of_extra_state_are_left_out_and_said_so(net: Net, tmp_path: Path) -> None:
+    expected = expected_of(net)
+    net.norm.register_buffer("_extra_state", torch.rand(2))
+    net.norm._extra_state_more = nn.Parameter(torch.rand(3))
+    save_by_hand(tmp_path / "run", net, extra={"norm._extra_state": {"tensor": "norm._extra_state"}})
+    written = export_weights(tmp_path / "run", tmp_path / "a.safetensors")
+    assert written.left_out == ("norm._extra_state",)
+    assert load_file(tmp_path / "a.safetensors").keys() == {*expected, "norm._extra_state_more"}
+
+
+def test_complex_numbers_stay_complex(tmp_path: Path) -> None:
+    net = nn.Linear(3, 2, dtype=torch.complex64)
+    save_by_hand(tmp_path / "run", net)
+    written = export_weights(tmp_path / "run", tmp_path / "a.safetensors")
+    assert same(load_file(tmp_path / "a.safetensors"), expected_of(net))
+    assert written.num_bytes == 64
+
+
+def test_complex_numbers_without_a_name_in_safetensors_are_refused(tmp_path: Path) -> None:
+    save_by_hand(tmp_path / "run", nn.Linear(2, 2, dtype=torch.complex128))
+    with pytest.raises(UsageError, match=r"^weight of .* holds complex numbers of twice F64"):
+        export_weights(tmp_path / "run", tmp_path / "a.safetensors")
     assert os.listdir(tmp_path) == ["run"]
 
 

@@ -23,10 +23,10 @@ from tiny_job import SOURCE
 from trimaran.batch import RankBatch
 from trimaran.data import Order, build_loader
 from trimaran.engine import build_engine
-from trimaran.errors import RunError, UsageError
+from trimaran.errors import DrillError, RunError, UsageError
 from trimaran.layout import Layout
 from trimaran.phases import COMMIT_POINTS, PHASES, WRITE_POINTS, Moment, Phases
-from trimaran.run.drills import Drill, DrillError, Drills, build_drills, parse_drill
+from trimaran.run.drills import Drill, Drills, build_drills, parse_drill
 from trimaran.world.groups import join_default_group, open_world
 
 
