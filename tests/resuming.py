@@ -146,7 +146,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "nadam": lambda: tm.optim.by_reference(torch.optim.NAdam, lr=0.01),
     "nested": lambda: tm.optim.by_reference(Nested, lr=0.01),
 }
-_NO_COMPLEX = ("adafactor",)
+_NO_COMPLEX = ("adafactor", "adamw", "sgd")
+"""The first takes no complex parameters, and beside one the others would not be fused."""
 
 
 @dataclass(frozen=True)

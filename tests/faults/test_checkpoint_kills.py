@@ -13,7 +13,7 @@ from tiny_job import events_of
 from trimaran.checkpoint import Lineage, find_checkpoint, list_steps
 from trimaran.options import RunOptions
 from trimaran.phases import COMMIT_POINTS, WRITE_POINTS
-from trimaran.records import CHECKPOINTS_FOLDER
+from trimaran.records import CHECKPOINTS_FOLDER, EVENTS_FILE, METRICS_FILE, TIMING_FILE
 
 CASE = Case("adamw", steps=8, clip=0.5)
 KILLS = [
@@ -103,7 +103,7 @@ def test_killed_before_the_first_save_begins_again(pool: Pool, tmp_path: Path, u
     assert_same_run(run, undisturbed)
 
 
-@pytest.mark.parametrize("leftover", ["temporary", "no manifest", "another's step", "half deleted"])
+@pytest.mark.parametrize("leftover", ["temporary", "no manifest", "another's step", "half deleted", "torn records"])
 def test_leftovers_of_the_same_step(pool: Pool, tmp_path: Path, undisturbed: Path, leftover: str) -> None:
     run = tmp_path / "a"
     pool.run(start, 2, run, "2steps", until=3)
@@ -122,5 +122,9 @@ def test_leftovers_of_the_same_step(pool: Pool, tmp_path: Path, undisturbed: Pat
             shutil.copytree(found, folder / "step-00000004.tmp-deleted-2")
             shutil.copytree(found, folder / "step-00000002.tmp-deleted-2")
             (folder / "step-00000002.tmp-deleted-2/manifest.json").unlink()
+        case "torn records":  # as a full disk leaves them
+            for name in (METRICS_FILE, TIMING_FILE, EVENTS_FILE):
+                with (run / name).open("a") as file:
+                    file.write('{"time": "20')
     assert newest_valid(run) == 2
     finish_and_compare(pool, run, undisturbed, resumes_at=2)

@@ -29,7 +29,7 @@ def both_runs(
 
 def grow_fast(running: Run) -> None:
     assert running.engine.loss_scale is not None
-    running.engine.loss_scale.growth_interval = 2
+    running.engine.loss_scale.growth_interval = 3
 
 
 PREPARATIONS = {"grow fast": grow_fast}
@@ -73,6 +73,7 @@ def test_a_loss_scale_that_moves_and_skipped_steps(tmp_path: Path, optimizer: st
     assert any(step > 6 for step in skipped)
     assert state.loss_scale is not None
     assert state.loss_scale["value"] != 2.0**16
+    assert state.loss_scale["good_steps"] > 0
     assert state.num_updates == 6 - sum(step <= 6 for step in skipped)
 
 

@@ -134,6 +134,17 @@ def cut_back(path: Path, step: int) -> int:
     return len(kept)
 
 
+def drop_torn_line(path: Path) -> None:
+    """Removes what a write that was broken off, as by a full disk, left behind the last whole line of a .jsonl file.
+
+    Does nothing where there is no such file.
+    """
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as lines:
         for line in lines:

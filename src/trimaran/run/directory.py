@@ -31,6 +31,7 @@ from trimaran.records import (
     StepRecord,
     TimingRecord,
     cut_back,
+    drop_torn_line,
     read_owner,
     read_run,
     to_line,
@@ -114,6 +115,7 @@ class RunDirectory:
         write_owner(self.path, replace(owner, resumed={**owner.resumed, self.epoch: step}))
         for name in (METRICS_FILE, TIMING_FILE):
             cut_back(self.path / name, step)
+        drop_torn_line(self.path / EVENTS_FILE)
 
     def confirm(self) -> None:
         """Flushes the records to disk, and raises RunError where this owner was replaced. Any thread may call it."""
