@@ -116,25 +116,13 @@ def kill_at_drill(folder: Path, whom: str, *words: str) -> list[int]:
     return workers
 
 
-def test_a_rank_is_killed_and_then_the_agent(tmp_path: Path, undisturbed: Path) -> None:
-    write_slow_job(tmp_path)
-    kill, slow = "kill rank=1 step=4 phase=save:before-manifest", "slow rank=0 step=8 phase=save:mid-shard seconds=60"
-    drills = ("--drill", kill, slow)
-    code, _, err = run_command(*TRAIN, *drills, cwd=tmp_path)
-    assert code == 1
-    assert "WorkerError: rank 1 (pid " in err
-    workers = kill_at_drill(tmp_path, "agent", *drills)
-    # At once: the new start waits until the dying let go.
-    out = finish(tmp_path, undisturbed, *drills, resumes_at=(2, 6))
-    assert "begins   from a/checkpoints/step-00000006" in out
-    assert not any(map(is_alive, workers))
-
-
 ENDS = [(point, whom) for point in WRITE_POINTS for whom in ("agent", "all")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("point", "whom"), ENDS)
+@pytest.mark.parametrize(
+    ("point", "whom"),
+    [each if each == ("save:mid-shard", "agent") else pytest.param(*each, marks=pytest.mark.slow) for each in ENDS],
+)
 def test_the_agent_or_all_killed_while_they_save(tmp_path: Path, undisturbed: Path, point: str, whom: str) -> None:
     write_slow_job(tmp_path)
     drill = ("--keep-last", "1", "--drill", f"slow rank=0 step=4 phase={point} seconds=60")

@@ -195,7 +195,7 @@ def test_saved_in_one_cut_read_in_others(pool: Pool, tmp_path: Path, kind: str) 
     optimizer = load(tmp_path, alone)
     assert_all_same(gather(alone, optimizer), expected())
     order = list(CUTS)
-    for other in (order * 2)[order.index(kind) :][:3]:  # its own, and the next two
+    for other in (order * 2)[order.index(kind) :][:2]:  # its own, and the next
         for tensors, unlike in pool.run(load_cut, num_ranks(other), tmp_path, other):
             assert_all_same(tensors, expected())
             assert not unlike
