@@ -101,17 +101,22 @@ class CheckpointReader:
     def read_into(self, target: Tensor, name: str) -> None:
         """Fills this rank's part of `target`, which has the whole tensor's shape, in its own type."""
         local, offset = local_part(target)
-        local.copy_(self.read_box(name, offset, local.shape))
+        self._fill(local, name, offset)
 
     def read_box(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The numbers from `offset` on in `shape`, which must lie in the whole, on the CPU, in their saved type."""
+        box = torch.empty(tuple(shape), dtype=self.dtype(name))
+        self._fill(box, name, offset)
+        return box
+
+    def _fill(self, box: Tensor, name: str, offset: Sequence[int]) -> None:
+        """Copies the numbers from `offset` on into `box`, from where the files are mapped."""
         record = self._record(name)
-        box = torch.empty(tuple(shape), dtype=DTYPES[record.dtype])
         num_read = 0
         for part in record.parts:
             common = [
                 (max(start, wanted), min(start + size, wanted + length))
-                for start, size, wanted, length in zip(part.offset, part.shape, offset, shape, strict=True)
+                for start, size, wanted, length in zip(part.offset, part.shape, offset, box.shape, strict=True)
             ]
             if any(low >= high for low, high in common):
                 continue
@@ -122,8 +127,7 @@ class CheckpointReader:
             box[target] = self._slice(part, record.dtype, source)
             num_read += math.prod(high - low for low, high in common)
         if num_read != box.numel():
-            raise ValueError(f"{name} of shape {record.shape} has no box of {tuple(shape)} at {tuple(offset)}")
-        return box
+            raise ValueError(f"{name} of shape {record.shape} has no box of {tuple(box.shape)} at {tuple(offset)}")
 
     def _record(self, name: str) -> TensorRecord:
         record = self.manifest.tensors.get(name)
