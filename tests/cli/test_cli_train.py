@@ -52,7 +52,7 @@ def test_a_run_prints_its_head_steps_and_end(train: Train) -> None:
     assert "0.01" in lines["lr"]
     assert "optimizer 408 B (predicted 196 B + 196 B + 392 B); peak" in lines["memory"]
     assert lines["weights"] == "weights  a/model.safetensors"
-    assert "load_model" in lines["next"]
+    assert "trimaran export" in lines["next"]
     assert [line.split()[1] for line in out.splitlines() if "eta" in line] == ["1/6", "2/6", "4/6", "6/6"]
     assert out.splitlines().index("step 6  validation  " + lines["valid"].split(maxsplit=1)[1])
 

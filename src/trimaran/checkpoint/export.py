@@ -16,12 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trimaran.checkpoint.finding import Checkpoint, Lineage, describe_steps, find_checkpoint, list_steps, split_step
 from trimaran.checkpoint.hugging_face import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE
 from trimaran.checkpoint.reading import CheckpointReader, open_checkpoint
-from trimaran.checkpoint.shard_file import DTYPE_NAMES, DTYPES, Entry, digest_file, write_shard
+from trimaran.checkpoint.shard_file import DTYPES, Entry, digest_file, write_shard
 from trimaran.checkpoint.state import MODEL
 from trimaran.errors import CheckpointError, RunError, UsageError
 from trimaran.records import CHECKPOINTS_FOLDER, RUN_FILE, FileRecord
@@ -284,16 +282,14 @@ def _find_tensor(checkpoint: Checkpoint, name: str) -> str:
 
 def _describe_tensor(name: str, checkpoint: Checkpoint, source: str) -> Entry:
     record = checkpoint.manifest.tensors[source]
-    num_bytes = math.prod(record.shape) * DTYPES[record.dtype].itemsize
-    if not record.is_complex:
-        return Entry(name, record.dtype, record.shape, num_bytes)
-    if record.dtype != "F32":
+    if record.is_complex:
         raise UsageError(
-            f"{name} of {checkpoint.folder} holds complex numbers of twice {record.dtype}.",
-            "Safetensors has complex numbers of twice F32 and no others.",
+            f"{name} of {checkpoint.folder} holds complex numbers.",
+            "Other programs read real ones from safetensors.",
             "Keep it in the model as a real tensor (torch.view_as_real), or as a buffer that is not persistent.",
         )
-    return Entry(name, DTYPE_NAMES[torch.complex64], record.shape[:-1], num_bytes)
+    num_bytes = math.prod(record.shape) * DTYPES[record.dtype].itemsize
+    return Entry(name, record.dtype, record.shape, num_bytes)
 
 
 def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:

@@ -36,7 +36,6 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.int64: "I64",
     torch.uint64: "U64",
     torch.float64: "F64",
-    torch.complex64: "C64",
 }
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 

@@ -357,17 +357,10 @@ def test_tensors_of_extra_state_are_left_out_and_said_so(net: Net, tmp_path: Pat
     assert load_file(tmp_path / "a.safetensors").keys() == {*expected, "norm._extra_state_more"}
 
 
-def test_complex_numbers_stay_complex(tmp_path: Path) -> None:
-    net = nn.Linear(3, 2, dtype=torch.complex64)
+def test_complex_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2, dtype=torch.complex64)
     save_by_hand(tmp_path / "run", net)
-    written = export_weights(tmp_path / "run", tmp_path / "a.safetensors")
-    assert same(load_file(tmp_path / "a.safetensors"), expected_of(net))
-    assert written.num_bytes == 64
-
-
-def test_complex_numbers_without_a_name_in_safetensors_are_refused(tmp_path: Path) -> None:
-    save_by_hand(tmp_path / "run", nn.Linear(2, 2, dtype=torch.complex128))
-    with pytest.raises(UsageError, match=r"^weight of .* holds complex numbers of twice F64"):
+    with pytest.raises(UsageError, match=r"^weight of .* holds complex numbers"):
         export_weights(tmp_path / "run", tmp_path / "a.safetensors")
     assert os.listdir(tmp_path) == ["run"]
 
