@@ -22,7 +22,8 @@ from trimaran.checkpoint.shard_file import DTYPES, digest_file
 from trimaran.errors import CheckpointError
 from trimaran.records import FileRecord, Manifest, PartRecord, StateRecord, TensorRecord, read_manifest, read_state
 
-_MOST_THREADS = 8
+_NUM_THREADS = 4
+"""More than a rank has cores, perhaps: some wait for the disk while others compute digests."""
 
 
 def read_whole_manifest(folder: Path) -> tuple[Manifest, StateRecord]:
@@ -52,7 +53,7 @@ def read_whole_manifest(folder: Path) -> tuple[Manifest, StateRecord]:
 
 def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> None:
     """Raises CheckpointError for the first of these files whose bytes are not those that were written."""
-    with ThreadPoolExecutor(min(_MOST_THREADS, max(1, torch.get_num_threads()))) as threads:
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
         for name, found in zip(names, threads.map(lambda name: _digest(folder / name), names), strict=True):
             if found != manifest.files[name]:
                 raise _refusal(
