@@ -9,10 +9,11 @@ same disk with conv=fsync, and reads them back. In each round every figure is ta
 those of one round, and the table has their medians. Before anything is read, the page cache of its files is dropped.
 The first round is cold (buffers are allocated in it) and told apart; the others are warm.
 
-    stall     seconds until an asynchronous save lets training go on, over those of a blocking one (wanted: at most 0.10)
+    stall     seconds until an asynchronous save lets training go on, over a blocking save's (wanted: at most 0.10)
     write     bytes per second of a blocking save over dd's (wanted: at least 0.8), with fsync on both sides
     load      bytes per second of a whole load into model and optimizer over dd's plain reading (wanted: at least 0.8)
-    slowed    how much slower matrix products run in the foreground while a save is written in the background
+    lost      seconds of matrix products in the foreground that an asynchronous save costs in all: its stall, and what
+              writing in the background takes from them
     memory    of one process, over what it held before: its peak while it saves asynchronously for the first time
 
 Exits 1 where a side does not give back what was saved: the comparison is void.
@@ -31,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Outcome:
     cell: Cell
     num_bytes: int
     rounds: list[Seconds]
-    slowed: dict[str, float]
+    lost: dict[str, float]
     peak_bytes: dict[str, int]
     taken_bytes: dict[str, int]
 
@@ -116,7 +117,7 @@ def measure(cell: Cell, place: Path, source: Path, num_rounds: int) -> Outcome:
         cell=cell,
         num_bytes=ranks[0]["num_bytes"],
         rounds=rounds,
-        slowed={name: max(rank["slowed"][name] for rank in ranks) for name in SIDES},
+        lost={name: max(rank["lost"][name] for rank in ranks) for name in SIDES},
         peak_bytes={name: max(rank["peak"] for rank in each) for name, each in weighed.items()},
         taken_bytes={name: max(rank["taken"] for rank in each) for name, each in weighed.items()},
     )
@@ -136,9 +137,9 @@ def time_sides(rank: int, store: str, cell: Cell, place: str, source: str, num_r
             gc.collect()
             seconds |= time_dd(rank, file, source) if name == "dd" else time_side(rank, name, sides[name], draw)
         rounds.append(seconds)
-    slowed = {name: slow_down(rank, side) for name, side in sides.items()}
+    lost = {name: lose(rank, side) for name, side in sides.items()}
     same = all(gives_back(rank, side) for side in sides.values())
-    found = {"same": same, "num_bytes": state.num_bytes, "rounds": rounds, "slowed": slowed}
+    found = {"same": same, "num_bytes": state.num_bytes, "rounds": rounds, "lost": lost}
     dist.destroy_process_group()
     return found
 
@@ -187,28 +188,32 @@ def time_dd(rank: int, file: Path, source: str) -> Seconds:
     return seconds
 
 
-def slow_down(rank: int, side: Side) -> float:
-    """By what part matrix products are slower while a save is written, against those before and after it."""
+def lose(rank: int, side: Side, repeats: int = 3) -> float:
+    """Seconds of matrix products that an asynchronous save costs, from its call to its end; the median of some."""
     matrix = torch.randn(512, 512)
 
-    def products(until: threading.Event | None, seconds: float = 1.0) -> float:
-        count, began = 0, time.perf_counter()
-        while (not until.is_set()) if until is not None else (time.perf_counter() - began < seconds):
+    def products(until: Callable[[], bool]) -> int:
+        count = 0
+        while not until():
             torch.mm(matrix, matrix)
             count += 1
-        return count / (time.perf_counter() - began)
+        return count
 
+    lost = []
+    for _ in range(repeats):
+        _clear(rank, side)
+        began = time.perf_counter()
+        alone = products(lambda began=began: time.perf_counter() - began > 1.0)  # type: ignore[misc]
+        dist.barrier()
+        began, written = time.perf_counter(), threading.Event()
+        wait = side.begin()
+        waiter = threading.Thread(target=lambda wait=wait, written=written: (wait(), written.set()))
+        waiter.start()
+        beside = products(written.is_set)
+        lost.append(time.perf_counter() - began - beside / alone)
+        waiter.join()
     _clear(rank, side)
-    before = products(None)
-    wait, written = side.begin(), threading.Event()
-    waiter = threading.Thread(target=lambda: (wait(), written.set()))
-    waiter.start()
-    during = products(written)
-    waiter.join()
-    dist.barrier()
-    after = products(None)
-    _clear(rank, side)
-    return 1 - 2 * during / (before + after)
+    return statistics.median(lost)
 
 
 def gives_back(rank: int, side: Side) -> bool:
@@ -248,7 +253,7 @@ def describe(outcome: Outcome) -> str:
 def print_table(outcomes: Sequence[Outcome]) -> None:
     """A line for each cell and side; "!" marks what misses its aim."""
     columns = "cell", "side", "stall ms", "cold", "save s", "stall/save", "MB/s", "of dd", "load s", "cached", "of dd"
-    table = Table(*columns, "slowed", "peak MiB", "taken MiB")
+    table = Table(*columns, "lost s", "peak MiB", "taken MiB")
     for outcome in outcomes:
         for name in SIDES:
             table.add_row(*_row(outcome, name))
@@ -273,7 +278,7 @@ def _row(outcome: Outcome, name: str) -> list[str]:
         f"{outcome.median(f'load {name}'):.2f}",
         f"{outcome.median(f'load {name} cached'):.2f}",
         _figure(load, statistics.median(load) < WANTED_RATE and name == OURS),
-        f"{100 * outcome.slowed[name]:.0f} %",
+        f"{outcome.lost[name]:.2f}",
         f"{outcome.peak_bytes[name] / 2**20:.0f}",
         f"{outcome.taken_bytes[name] / 2**20:.0f}",
     ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeGuard
 
 import torch
@@ -77,7 +78,8 @@ def parts_to_write(tensors: Mapping[str, Tensor], world: World) -> list[Part]:
 
     Needs no other rank: those that hold the same box see the same parts in the same order, and deal them alike.
     """
-    held = [piece for name, tensor in tensors.items() for piece in _cut(_part(name, tensor, world))]
+    holders = cache(world.ranks_beside)  # a question to the mesh takes a millisecond
+    held = [piece for name, tensor in tensors.items() for piece in _cut(_part(name, tensor, holders))]
     load: dict[tuple[int, ...], dict[int, int]] = {}
     chosen: dict[int, int] = {}
     # Largest first to whoever has least so far.
@@ -90,10 +92,9 @@ def parts_to_write(tensors: Mapping[str, Tensor], world: World) -> list[Part]:
     return [part for index, part in enumerate(held) if chosen[index] == world.rank]
 
 
-def _part(name: str, tensor: Tensor, world: World) -> Part:
+def _part(name: str, tensor: Tensor, holders: Callable[[frozenset[str]], tuple[int, ...]]) -> Part:
     local, offset = local_part(tensor)
-    holders = world.ranks_beside(_sharded_axes(tensor))
-    return Part(name, local, offset, whole_shape(tensor), tensor.is_complex(), holders)
+    return Part(name, local, offset, whole_shape(tensor), tensor.is_complex(), holders(_sharded_axes(tensor)))
 
 
 def _sharded_axes(tensor: Tensor) -> frozenset[str]:

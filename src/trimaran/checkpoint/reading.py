@@ -22,7 +22,8 @@ from trimaran.checkpoint.shard_file import DTYPES, digest_file
 from trimaran.errors import CheckpointError
 from trimaran.records import FileRecord, Manifest, PartRecord, StateRecord, TensorRecord, read_manifest, read_state
 
-_MOST_THREADS = 8
+_NUM_THREADS = 4
+"""More than a rank has cores, perhaps: some wait for the disk while others compute digests."""
 
 
 def read_whole_manifest(folder: Path) -> tuple[Manifest, StateRecord]:
@@ -52,7 +53,7 @@ def read_whole_manifest(folder: Path) -> tuple[Manifest, StateRecord]:
 
 def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> None:
     """Raises CheckpointError for the first of these files whose bytes are not those that were written."""
-    with ThreadPoolExecutor(min(_MOST_THREADS, max(1, torch.get_num_threads()))) as threads:
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
         for name, found in zip(names, threads.map(lambda name: _digest(folder / name), names), strict=True):
             if found != manifest.files[name]:
                 raise _refusal(
@@ -101,17 +102,22 @@ class CheckpointReader:
     def read_into(self, target: Tensor, name: str) -> None:
         """Fills this rank's part of `target`, which has the whole tensor's shape, in its own type."""
         local, offset = local_part(target)
-        local.copy_(self.read_box(name, offset, local.shape))
+        self._fill(local, name, offset)
 
     def read_box(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The numbers from `offset` on in `shape`, which must lie in the whole, on the CPU, in their saved type."""
+        box = torch.empty(tuple(shape), dtype=self.dtype(name))
+        self._fill(box, name, offset)
+        return box
+
+    def _fill(self, box: Tensor, name: str, offset: Sequence[int]) -> None:
+        """Copies the numbers from `offset` on into `box`, from where the files are mapped."""
         record = self._record(name)
-        box = torch.empty(tuple(shape), dtype=DTYPES[record.dtype])
         num_read = 0
         for part in record.parts:
             common = [
                 (max(start, wanted), min(start + size, wanted + length))
-                for start, size, wanted, length in zip(part.offset, part.shape, offset, shape, strict=True)
+                for start, size, wanted, length in zip(part.offset, part.shape, offset, box.shape, strict=True)
             ]
             if any(low >= high for low, high in common):
                 continue
@@ -122,8 +128,7 @@ class CheckpointReader:
             box[target] = self._slice(part, record.dtype, source)
             num_read += math.prod(high - low for low, high in common)
         if num_read != box.numel():
-            raise ValueError(f"{name} of shape {record.shape} has no box of {tuple(shape)} at {tuple(offset)}")
-        return box
+            raise ValueError(f"{name} of shape {record.shape} has no box of {tuple(box.shape)} at {tuple(offset)}")
 
     def _record(self, name: str) -> TensorRecord:
         record = self.manifest.tensors.get(name)

@@ -13,6 +13,8 @@ from trimaran.checkpoint.saving import discard, discard_leftovers
 from trimaran.errors import CheckpointError
 from trimaran.records import CHECKPOINTS_FOLDER
 
+_ALWAYS_READ = 2
+
 
 @dataclass(frozen=True)
 class Retention:
@@ -71,10 +73,11 @@ class Keeper:
             return []
         steps = list_steps(self._run)
         self._figures = {step: value for step, value in self._figures.items() if step in steps}
+        num_read = 0
         for step in steps:
-            # Whether the newest counts is never a memory.
-            if step not in self._figures or step == max(self._figures):
-                self._look(step)
+            # Whether the newest count is never a memory.
+            if num_read < _ALWAYS_READ or step not in self._figures:
+                num_read += self._look(step)
         while (best := self._retention.find_best(self._figures)) is not None and not self._look(best):
             continue
         deleted = []

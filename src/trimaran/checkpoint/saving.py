@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,9 @@ from trimaran.world.groups import World
 
 TEMPORARY = ".tmp-"
 _LEFTOVER = re.compile(r"step-[0-9]{8,12}\.tmp-(deleted-)?[0-9]+")
+_FILE_BYTES, _MOST_FILES, _MOST_WRITERS = 2**26, 16, 2
+"""A rank writes its parts into files of this size, or into so many larger ones: a SHA-256 is made and checked by one
+thread for each file."""
 _MOST_STAGED = 0.9
 """Of the host memory that is free: training needs some too."""
 
@@ -219,7 +222,8 @@ class _Save:
 
     def run(self) -> int:
         """Writes this rank's file and, on rank 0, commits. Returns the checkpoint's bytes. All ranks fail alike."""
-        written, fault = None, None
+        written: list[dict[str, Any]] = []
+        fault = None
         try:
             written = self._write_parts()
             self._reach("save:before-manifest")
@@ -261,26 +265,31 @@ class _Save:
         # The owner's number is in it: an owner that was replaced writes beside the new one, never into its files.
         return self.folder / f"{name_checkpoint(self.record.step)}{TEMPORARY}{self.owner.epoch}"
 
-    def _write_parts(self) -> dict[str, Any] | None:
+    def _write_parts(self) -> list[dict[str, Any]]:
+        """Writes this rank's files; returns what each of them holds."""
         self._reach("save:before-directory")
         _make_folder(self.folder)
         _make_folder(self._temporary)
-        if not self.parts:
-            return None
-        name = f"rank-{self.world.rank:05d}-of-{self.world.size:05d}.safetensors"
+        shares = share_out([part.local.nbytes for part in self.parts])
+        with ThreadPoolExecutor(_MOST_WRITERS) as threads:
+            return list(threads.map(self._write_file, range(len(shares)), shares))
+
+    def _write_file(self, number: int, share: range) -> dict[str, Any]:
+        name = f"rank-{self.world.rank:05d}-of-{self.world.size:05d}{f'-{number:03d}' if number else ''}.safetensors"
+        parts = self.parts[share.start : share.stop]
         record = write_shard(
             self._temporary / name,
-            [_entry(part) for part in self.parts],
-            (tensor.cpu() for tensor in self.tensors),
+            [_entry(part) for part in parts],
+            (tensor.cpu() for tensor in self.tensors[share.start : share.stop]),
             halfway=lambda: self._reach("save:mid-shard", self._temporary / name),
             before_flush=lambda: self._reach("save:before-flush", self._temporary / name),
         )
-        parts = [
+        held = [
             [part.name, DTYPE_NAMES[part.local.dtype], part.shape, part.is_complex, part.key, part.offset]
-            for part in self.parts
+            for part in parts
         ]
-        shapes = [list(part.local.shape) for part in self.parts]
-        return {"file": name, "bytes": record.num_bytes, "sha256": record.sha256, "parts": parts, "shapes": shapes}
+        shapes = [list(part.local.shape) for part in parts]
+        return {"file": name, "bytes": record.num_bytes, "sha256": record.sha256, "parts": held, "shapes": shapes}
 
     def _values(self) -> dict[str, Any] | None:
         """What a pipeline stage keeps besides tensors; the first of the ranks that hold it says it."""
@@ -296,9 +305,7 @@ class _Save:
     def _commit(self, of_ranks: Sequence[Mapping[str, Any]]) -> int:
         files: dict[str, FileRecord] = {}
         tensors: dict[str, TensorRecord] = {}
-        for rank, written in enumerate(each["written"] for each in of_ranks):
-            if written is None:
-                continue
+        for rank, written in ((rank, file) for rank, each in enumerate(of_ranks) for file in each["written"]):
             name = written["file"]
             files[name] = FileRecord(written["bytes"], written["sha256"])
             if not (self._temporary / name).is_file() or (self._temporary / name).stat().st_size != written["bytes"]:
@@ -348,7 +355,7 @@ class _Save:
 
     def _clear_target(self) -> None:
         """Deletes what stands in the way: passed over as damaged, or left by an owner that this one replaced."""
-        with suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError):
             there = read_manifest(self._target)
             if there.run_id == self.owner.run_id and there.epoch > self.owner.epoch:
                 raise RunError(
@@ -402,6 +409,19 @@ def _remove(path: Path) -> None:
         return
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+def share_out(sizes: Sequence[int]) -> list[range]:
+    """Which parts of these sizes go into one file: those that follow each other, so that files are about alike."""
+    total = sum(sizes)
+    count = min(_MOST_FILES, -(-total // _FILE_BYTES)) or 1
+    shares: dict[int, range] = {}
+    begun = 0
+    for index, size in enumerate(sizes):
+        file = min(count - 1, begun * count // total) if total else 0
+        shares[file] = range(shares[file].start if file in shares else index, index + 1)
+        begun += size
+    return list(shares.values())
 
 
 def _entry(part: Part) -> Entry:

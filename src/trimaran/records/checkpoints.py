@@ -41,6 +41,8 @@ _MOST_BYTES = 2**28
 _MOST_DIMS = 64  # torch's own limit
 _MOST_CUT_DIMS = 4
 _LARGEST_COUNT = 2**63 - 1
+_UNSEALED, _MOST_UNSEALED_BYTES = "its text is not what was written", 2**20
+"""So much of what is damaged is still looked at, for a format that this version does not know."""
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
@@ -142,9 +144,8 @@ def read_manifest(folder: Path) -> Manifest:
     CheckpointError otherwise, and for one of a later format. The files themselves are not looked at.
     """
     path = folder / MANIFEST_FILE
-    values, data = _read(path)
+    values = _read(path, is_sealed=True)
     try:
-        _check_seal(data)
         manifest = Manifest(
             run_id=_id(values["run_id"]),
             epoch=_count(values["epoch"]),
@@ -162,7 +163,7 @@ def read_manifest(folder: Path) -> Manifest:
 def read_state(folder: Path) -> StateRecord:
     """The state.json of a checkpoint. Raises CheckpointError for one that is damaged or of a later format."""
     path = folder / STATE_FILE
-    values, _ = _read(path)
+    values = _read(path, is_sealed=False)
     try:
         return StateRecord(
             step=_count(values["step"]),
@@ -181,8 +182,8 @@ def read_state(folder: Path) -> StateRecord:
         raise _damaged(path, problem) from problem
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], bytes]:
-    """The object in a file, and the file's bytes."""
+def _read(path: Path, *, is_sealed: bool) -> Mapping[str, Any]:
+    """The object in a file."""
     try:
         about = path.lstat()
         if not stat.S_ISREG(about.st_mode):  # a link leads away, and a pipe never ends
@@ -190,10 +191,15 @@ def _read(path: Path) -> tuple[Mapping[str, Any], bytes]:
         if about.st_size > _MOST_BYTES:
             raise ValueError(f"it is {about.st_size} bytes long")
         data = path.read_bytes()
+        is_whole = not is_sealed or _has_seal(data)
+        if not is_whole and len(data) > _MOST_UNSEALED_BYTES:
+            raise ValueError(_UNSEALED)
         values = _mapping(
             json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
         )
         version = values["format"]
+        if version == CHECKPOINT_FORMAT and not is_whole:
+            raise ValueError(_UNSEALED)
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as problem:
         raise _damaged(path, problem) from problem
     if version != CHECKPOINT_FORMAT:
@@ -202,13 +208,12 @@ def _read(path: Path) -> tuple[Mapping[str, Any], bytes]:
             "A checkpoint is read only by a version that knows its format.",
             "Use the version that wrote it.",
         )
-    return values, data
+    return values
 
 
-def _check_seal(data: bytes) -> None:
+def _has_seal(data: bytes) -> bool:
     seal = _SEAL.match(data)
-    if seal is None or hashlib.sha256(memoryview(data)[seal.end() :]).hexdigest() != seal[1].decode():
-        raise ValueError("its text is not what was written")
+    return seal is not None and hashlib.sha256(memoryview(data)[seal.end() :]).hexdigest() == seal[1].decode()
 
 
 def _damaged(path: Path, problem: Exception) -> CheckpointError:

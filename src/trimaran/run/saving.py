@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from trimaran.checkpoint import (
     Keeper,
@@ -236,8 +237,13 @@ class Saving:
             validation=None
             if validation is None
             else {name: each for name, each in validation.items() if math.isfinite(each)},
-            hugging_face=describe_hugging_face(self._engine.model),
+            hugging_face=self._hugging_face,
         )
+
+    @cached_property
+    def _hugging_face(self) -> Mapping[str, Any]:
+        """Asked once: training waits for the answer."""
+        return describe_hugging_face(self._engine.model)
 
     def _tidy(self, keeper: Keeper, step: int) -> None:
         keeper.delete_old(lambda folder: self._phases.reach("save:during-deletion", step=step, path=folder))

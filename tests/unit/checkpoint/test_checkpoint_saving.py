@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
-from checkpoint_files import RUN_ID, make_checkpoint
+from checkpoint_files import RUN_ID, flip_bit, make_checkpoint
 from trimaran.checkpoint import saving
 from trimaran.checkpoint.finding import Lineage, checkpoint_folder, find_checkpoint, list_steps
 from trimaran.checkpoint.reading import open_checkpoint
@@ -167,6 +169,51 @@ def test_what_else_has_the_name_is_replaced_and_nothing_outside(tmp_path: Path, 
     assert load(tmp_path / "run")[0] == 20
     assert len(os.listdir(outside)) == 2
     assert os.listdir(target.parent) == [target.name]
+
+
+# ── Several files ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=60))
+def test_parts_are_shared_out_in_order(sizes: list[int]) -> None:
+    shares = saving.share_out(sizes)
+    assert [index for share in shares for index in share] == list(range(len(sizes)))
+    assert all(shares)
+    assert len(shares) <= saving._MOST_FILES
+    assert len(shares) <= max(1, -(-sum(sizes) // saving._FILE_BYTES))
+    ideal = sum(sizes) / max(1, len(shares))
+    assert all(sum(sizes[index] for index in share) <= 2 * ideal + max(sizes) for share in shares)
+
+
+def test_a_large_state_lies_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_FILE_BYTES", 1000)
+    live = {f"model.{index}": torch.full((100,), float(index)) for index in range(9)}
+    saver = make_saver(tmp_path)
+    for blocking in (False, True):
+        save_and_wait(saver, 20, live, blocking=blocking)
+        names = sorted(each.name for each in checkpoint_folder(tmp_path, 20).glob("*.safetensors"))
+        more = [f"rank-00000-of-00001-{number:03d}.safetensors" for number in (1, 2, 3)]
+        assert names == [*more, "rank-00000-of-00001.safetensors"]
+        assert {name: each.tolist() for name, each in load(tmp_path)[1].items()} == {
+            name: each.tolist() for name, each in live.items()
+        }
+    one = checkpoint_folder(tmp_path, 20) / "rank-00000-of-00001-002.safetensors"
+    flip_bit(one, byte=-1)
+    _, (why,) = find_checkpoint(tmp_path, Lineage(RUN_ID, {}), [20])
+    assert f"{one} has SHA-256" in why
+
+
+def test_an_error_in_one_of_several_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_FILE_BYTES", 1000)
+    live = {f"model.{index}": torch.ones(100) for index in range(9)}
+
+    def fail(moment: Moment) -> None:
+        if moment.point == "save:before-flush" and str(moment.path).endswith("-002.safetensors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match=r"step-00000020 cannot be written: No space left on device\."):
+        save(make_saver(tmp_path, fail), 20, live, blocking=True)
+    assert os.listdir(tmp_path / "checkpoints") == []
 
 
 # ── What goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────

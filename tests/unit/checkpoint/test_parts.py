@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -29,9 +29,11 @@ class Replicas:
 
     rank: int
     size: int
+    asked: list[frozenset[str]] = field(default_factory=list)
 
     def ranks_beside(self, axes: frozenset[str]) -> tuple[int, ...]:
         assert not axes
+        self.asked.append(axes)
         return tuple(range(self.size))
 
 
@@ -73,6 +75,12 @@ def test_a_large_tensor_is_cut_into_pieces_that_all_write() -> None:
     assert of_ranks[0][0][1] == "large[0,0]"
     assert_written_once(tensors, of_ranks)
     assert written_by(0, 1, tensors)[0][1] == "large"  # alone it is one piece
+
+
+def test_the_mesh_is_asked_once_and_not_for_every_tensor() -> None:
+    world: Any = Replicas(0, 2)
+    assert len(parts_to_write({str(index): torch.zeros(2) for index in range(50)}, world)) == 25
+    assert len(world.asked) == 1
 
 
 def test_complex_numbers_are_pairs() -> None:

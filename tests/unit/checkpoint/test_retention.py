@@ -135,19 +135,29 @@ def test_the_only_valid_one_stays_however_old(tmp_path: Path) -> None:
     assert list_steps(tmp_path) == [40, 30, 20, 10]
 
 
-def test_what_was_valid_and_is_no_more_protects_nothing(tmp_path: Path) -> None:
-    """The newest is read each time, and a best one that fell out is not the best."""
-    for step, loss in ((10, 1.0), (20, 2.0), (30, 3.0), (40, 4.0)):
+def test_a_newest_one_that_was_damaged_since_does_not_count(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        make_checkpoint(tmp_path, step, some_tensors())
+    kept = keeper(tmp_path, Retention(last=2))
+    assert kept.delete_old() == [10]
+    (checkpoint_folder(tmp_path, 30) / SHARD).unlink()
+    make_checkpoint(tmp_path, 40, some_tensors())
+    assert kept.delete_old() == []
+    make_checkpoint(tmp_path, 50, some_tensors())
+    assert kept.delete_old() == [20]
+    assert list_steps(tmp_path) == [50, 40, 30]
+
+
+def test_a_best_one_that_was_damaged_since_is_not_the_best(tmp_path: Path) -> None:
+    for step, loss in ((10, 1.0), (20, 3.0), (30, 2.0)):
         make_checkpoint(tmp_path, step, some_tensors(), validation={"loss": loss})
-    kept = keeper(tmp_path, Retention(last=2, best=("loss", "min")))
+    kept = keeper(tmp_path, Retention(last=1, best=("loss", "min")))
     assert kept.delete_old() == [20]
     (checkpoint_folder(tmp_path, 10) / SHARD).unlink()
-    (checkpoint_folder(tmp_path, 40) / SHARD).unlink()
-    assert kept.delete_old() == []
-    make_checkpoint(tmp_path, 50, some_tensors(), validation={"loss": 5.0})
-    make_checkpoint(tmp_path, 60, some_tensors(), validation={"loss": 2.5})
-    assert kept.delete_old() == [30]  # 60 is the best by now: 10, which was, is damaged
-    assert list_steps(tmp_path) == [60, 50, 40, 10]
+    for step, loss in ((40, 5.0), (50, 6.0)):
+        make_checkpoint(tmp_path, step, some_tensors(), validation={"loss": loss})
+    assert kept.delete_old() == [40]
+    assert list_steps(tmp_path) == [50, 30, 10]
 
 
 @pytest.mark.parametrize(("side", "best"), [("min", 20), ("max", 10)])
@@ -175,12 +185,22 @@ def test_who_was_replaced_deletes_nothing(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         make_checkpoint(tmp_path, step)
 
+    (tmp_path / "checkpoints/step-00000040.tmp-2").mkdir()  # which the new owner writes
+    calls = iter([None, None, RunError("taken over.", "One writer.", "Stop.")])
+
     def confirm() -> None:
-        raise RunError("taken over.", "One writer.", "Stop.")
+        if (error := next(calls)) is not None:
+            raise error
 
     with pytest.raises(RunError):
         keeper(tmp_path, Retention(last=1), confirm=confirm).delete_old()
-    assert list_steps(tmp_path) == [30, 20, 10]
+    assert list_steps(tmp_path) == [30, 20]  # after one deletion it was replaced
+    calls = iter([RunError("taken over.", "One writer.", "Stop.")])
+    (tmp_path / "checkpoints/step-00000040.tmp-2").mkdir()
+    with pytest.raises(RunError):
+        keeper(tmp_path, Retention(last=1), confirm=confirm).delete_old()
+    assert list_steps(tmp_path) == [30, 20]
+    assert (tmp_path / "checkpoints/step-00000040.tmp-2").exists()
 
 
 def test_a_save_does_not_read_the_hundreds_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +221,8 @@ def test_a_save_does_not_read_the_hundreds_that_stay(tmp_path: Path, monkeypatch
         make_checkpoint(tmp_path, step)
         read.clear()
         kept.delete_old()
-        assert set(read) <= {step, step - 2, 50}  # the newest, what goes, the best
-        assert len(read) <= 5
+        assert set(read) <= {step, step - 1, step - 2, 310 - 10, 50}  # the newest two, what goes, the best
+        assert len(read) <= 6
     assert list_steps(tmp_path)[:3] == [314, 313, 300]
     everything = keeper(tmp_path, Retention(last=None, best=("loss", "min")))
     read.clear()

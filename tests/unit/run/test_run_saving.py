@@ -259,3 +259,14 @@ def test_an_error_of_the_loop_lets_a_save_end(job: Any) -> None:
         train()
     assert events_of(A)[-2:] == [("saved", 3), ("failed", 3)]
     assert list_steps(A) == [3]
+
+
+def test_a_save_that_fails_at_the_end_is_recorded(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("trimaran.checkpoint.saving.write_shard", full)
+    with pytest.raises(CheckpointError, match="step-00000006 cannot be written"):
+        tm.train(job(), run="a", options=options())
+    assert events_of(A) == [("started", 0), ("failed", 6)]
+    assert not (A / "model.safetensors").exists()
