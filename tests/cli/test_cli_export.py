@@ -77,7 +77,7 @@ def test_the_trained_part(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("words", "code", "expected"),
     [
         (["run"], 2, "Missing from trimaran export: OUT"),
-        (["nowhere", "out"], 1, "nowhere is no directory of a run."),
+        (["nowhere", "out"], 1, "nowhere holds no run."),
         (["run@7", "out"], 1, "It has those of steps 100, 200."),
         (["run", "run"], 2, "run exists."),
         (["run", "out", "--shard-sise", "1GB"], 2, "Did you mean --shard-size?"),

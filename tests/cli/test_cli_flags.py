@@ -10,6 +10,7 @@ from tiny_job import write_job
 from trimaran.cli.flags import job_arguments, parse_with_job
 from trimaran.cli.main import main
 from trimaran.cli.train import Train
+from trimaran.errors import UsageError
 
 HEAD = """
 from dataclasses import dataclass, field
@@ -213,3 +214,9 @@ def test_help_of_a_job_that_has_a_flag_of_ours_says_so(tmp_path: Path, capsys: p
     path.write_text("def job(steps: int = 3, width: int = 1): pass\n")
     assert "job() has --steps, too: a bare -- separates" in help_of(str(path), capsys=capsys)
     assert "--width INT" in help_of(str(path), "--", capsys=capsys)
+
+
+@pytest.mark.parametrize("words", ["--drill a --drill b", "--lr=1 --lr 2", "--lr 1 --global-batch 4 --global_batch 5"])
+def test_a_flag_that_is_given_twice_is_refused(words: str) -> None:
+    with pytest.raises(UsageError, match=r"--(drill|lr|global-batch) is given twice\."):
+        parse("lr: float = 1.0", *words.split())

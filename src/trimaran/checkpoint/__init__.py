@@ -1,11 +1,12 @@
 """Weights and state on disk."""
 
+from trimaran.checkpoint.disk import discard_leftovers
 from trimaran.checkpoint.export import ExportedWeights, export_weights
 from trimaran.checkpoint.finding import (
     Checkpoint,
     Lineage,
     checkpoint_folder,
-    describe_steps,
+    find_candidates,
     find_checkpoint,
     list_steps,
     read_checkpoint,
@@ -16,7 +17,7 @@ from trimaran.checkpoint.reading import open_checkpoint, verify_files
 from trimaran.checkpoint.retention import Keeper, Retention
 from trimaran.checkpoint.safetensors_folder import digest_files
 from trimaran.checkpoint.save import save_trained_weights, save_weights
-from trimaran.checkpoint.saving import Owner, Saved, Saver, discard_leftovers
+from trimaran.checkpoint.saving import Owner, Saved, Saver
 from trimaran.checkpoint.state import NamedState, StateNames, restore_model
 from trimaran.checkpoint.weights import LoadedWeights, load_weights
 
@@ -34,10 +35,10 @@ __all__ = [
     "StateNames",
     "checkpoint_folder",
     "describe_hugging_face",
-    "describe_steps",
     "digest_files",
     "discard_leftovers",
     "export_weights",
+    "find_candidates",
     "find_checkpoint",
     "list_steps",
     "load_weights",

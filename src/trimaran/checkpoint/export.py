@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.checkpoint.finding import Checkpoint, Lineage, describe_steps, find_checkpoint, list_steps, split_step
+from trimaran.checkpoint.disk import sync_folder
+from trimaran.checkpoint.finding import Checkpoint, find_candidates, find_checkpoint, split_step
 from trimaran.checkpoint.hugging_face import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE
 from trimaran.checkpoint.reading import CheckpointReader, open_checkpoint
 from trimaran.checkpoint.shard_file import DTYPES, Entry, digest_file, write_shard
 from trimaran.checkpoint.state import MODEL
 from trimaran.errors import CheckpointError, RunError, UsageError
-from trimaran.records import CHECKPOINTS_FOLDER, RUN_FILE, FileRecord
+from trimaran.records import FileRecord
 from trimaran.units import parse_bytes
 
 SHARD_SIZE = "5GB"
@@ -134,31 +135,11 @@ def export_checkpoint(checkpoint: Checkpoint, request: ExportRequest) -> Exporte
 def _find_source(text: str) -> tuple[Checkpoint, list[str]]:
     """The checkpoint that RUN@step names, or a run's newest that counts and has its bytes; and why newer have not."""
     run, step = split_step(text)
-    if not os.path.isfile(run / RUN_FILE):
-        raise RunError(
-            f"{run} holds no run." if os.path.isdir(run) else f"{run} is no directory of a run.",
-            "A run is known by its run.json.",
-            "Give the directory of a run that has saved, such as runs/a, or runs/a@200 for its step 200.",
-        )
-    lineage, steps = Lineage.read(run), list_steps(run)
-    if not steps:
-        raise RunError(
-            f"{run} has no checkpoints.",
-            f"A run saves them in {CHECKPOINTS_FOLDER}/ as it goes; one that ended before its first has none.",
-            "Give another run, or run this one again.",
-        )
-    if step is not None and step not in steps:
-        raise RunError(
-            f"{run} has no checkpoint of step {step}.",
-            f"It has those of steps {describe_steps(steps)}.",
-            f"Name one of them, such as {run}@{steps[0]}, or none for the newest.",
-        )
-    found, refused = find_checkpoint(run, lineage, steps if step is None else [step])
+    lineage, steps = find_candidates(run, step)
+    found, refused = find_checkpoint(run, lineage, steps)
     if found is None:
         raise RunError(
-            f"no checkpoint of {run} can be used: {' '.join(refused)}"
-            if step is None
-            else f"the checkpoint of {text} cannot be used: {refused[0]}",
+            f"no checkpoint of {text} can be used: {' '.join(refused)}",
             "Weights are taken from a checkpoint that is whole.",
             "Name another step or another run.",
         )
@@ -360,17 +341,9 @@ def _commit(written: Path, out: Path) -> None:
     """Gives what was written its name. The files are on disk already."""
     _refuse_existing(out)  # again: the writing took its time
     if written.is_dir():
-        _flush_folder(written)
+        sync_folder(written)
     written.rename(out)
-    _flush_folder(out.parent)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(out.parent)
 
 
 def _refuse_existing(out: Path) -> None:

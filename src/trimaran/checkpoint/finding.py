@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimaran.checkpoint.reading import read_whole_manifest, verify_files
-from trimaran.errors import CheckpointError, UsageError
+from trimaran.errors import CheckpointError, RunError, UsageError
 from trimaran.records import (
     CHECKPOINTS_FOLDER,
     RUN_FILE,
@@ -77,10 +77,38 @@ def split_step(text: str) -> tuple[Path, int | None]:
     return Path(run), int(step)
 
 
+def find_candidates(run: Path, step: int | None, *, said: str = "") -> tuple[Lineage, list[int]]:
+    """A run's lineage, and the steps to choose a checkpoint from: the newest first, or `step` alone.
+
+    `said` begins the message, with what the user wrote. Raises RunError where no run is there, it has no checkpoint,
+    or none of that step.
+    """
+    if not (run / RUN_FILE).is_file():
+        raise RunError(
+            f"{said}{run} holds no run.",
+            "A run is known by its run.json.",
+            "Give the directory of a run that has saved, such as runs/a, or runs/a@200 for its step 200.",
+        )
+    steps = list_steps(run)
+    if not steps:
+        raise RunError(
+            f"{said}{run} has no checkpoints.",
+            f"A run saves them in {CHECKPOINTS_FOLDER}/ as it goes; one that ended before its first has none.",
+            "Give another run, or run this one again.",
+        )
+    if step is not None and step not in steps:
+        raise RunError(
+            f"{said}{run} has no checkpoint of step {step}.",
+            f"It has those of steps {', '.join(map(str, reversed(steps)))}.",
+            f"Name one of them, such as {run}@{steps[0]}, or none for the newest.",
+        )
+    return Lineage.read(run), steps if step is None else [step]
+
+
 def list_steps(run: Path) -> list[int]:
     """The steps of what is named as a checkpoint is, newest first: by their names, not by any clock.
 
-    None where the run has no folder for them. Raises CheckpointError where that is a link, no folder, or unreadable:
+    None where the run has no folder for them. Raises RunError where that is a link, no folder, or unreadable:
     a run whose checkpoints are out of reach has not lost them.
     """
     folder = run / CHECKPOINTS_FOLDER
@@ -151,13 +179,8 @@ def _deal_files(manifest: Manifest, share: int, num_shares: int) -> list[str]:
     return mine
 
 
-def describe_steps(steps: Sequence[int]) -> str:
-    """Steps for a message: "10, 20, 30", or "none"."""
-    return ", ".join(map(str, sorted(steps))) or "none"
-
-
-def _unlisted(folder: Path, what: str) -> CheckpointError:
-    return CheckpointError(
+def _unlisted(folder: Path, what: str) -> RunError:
+    return RunError(
         f"{folder} {what}.",
         "A run keeps its checkpoints in a folder of its own directory, and nowhere else.",
         "Give --run the directory that really holds them, or make that folder readable.",

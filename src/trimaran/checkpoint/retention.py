@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trimaran.checkpoint.disk import discard, discard_leftovers
 from trimaran.checkpoint.finding import Checkpoint, Lineage, checkpoint_folder, list_steps, read_checkpoint
-from trimaran.checkpoint.saving import discard, discard_leftovers
 from trimaran.errors import CheckpointError
 from trimaran.records import CHECKPOINTS_FOLDER
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -36,6 +37,13 @@ def save_trained_weights(model: nn.Module, path: Path) -> None:
 
 def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Raises CheckpointError where the file cannot be written; an older one is then as it was."""
+    for name, each in tensors.items():
+        if each.dtype is torch.complex128:
+            raise CheckpointError(
+                f"{path} cannot hold {name}, which is complex in double precision.",
+                "Safetensors have no such numbers; a checkpoint holds them as pairs of real ones.",
+                "Continue the run in fp32 for a file of weights, or keep them in the model as pairs.",
+            )
     temporary = path.with_name(path.name + ".tmp")
     try:
         save_file({name: each.contiguous() for name, each in tensors.items()}, temporary, metadata={"format": "pt"})

@@ -7,10 +7,8 @@ a process group of its own, while training goes on.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
-import re
 import shutil
 import socket
 import threading
@@ -23,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trimaran.checkpoint.disk import TEMPORARY, discard, make_folder, sync_folder, write_text
 from trimaran.checkpoint.parts import Part, parts_to_write
 from trimaran.checkpoint.shard_file import DTYPE_NAMES, Entry, write_shard
 from trimaran.checkpoint.staging import Staging
@@ -46,8 +45,6 @@ from trimaran.units import format_bytes
 from trimaran.world.device import available_host_bytes
 from trimaran.world.groups import World
 
-TEMPORARY = ".tmp-"
-_LEFTOVER = re.compile(r"step-[0-9]{8,12}\.tmp-(deleted-)?[0-9]+")
 _FILE_BYTES, _MOST_FILES, _MOST_WRITERS = 2**26, 16, 2
 """A rank writes its parts into files of this size, or into so many larger ones: a SHA-256 is made and checked by one
 thread for each file."""
@@ -124,8 +121,8 @@ class Saver:
         of host memory; else "". Raises CheckpointError on every rank for what any rank cannot save, and for an
         earlier save's failure.
         """
-        self.wait()
         began = time.perf_counter()
+        self.wait()
         state, parts, fault = NamedState(), [], None
         try:
             state = collect()
@@ -268,8 +265,8 @@ class _Save:
     def _write_parts(self) -> list[dict[str, Any]]:
         """Writes this rank's files; returns what each of them holds."""
         self._reach("save:before-directory")
-        _make_folder(self.folder)
-        _make_folder(self._temporary)
+        make_folder(self.folder)
+        make_folder(self._temporary)
         shares = share_out([part.local.nbytes for part in self.parts])
         with ThreadPoolExecutor(_MOST_WRITERS) as threads:
             return list(threads.map(self._write_file, range(len(shares)), shares))
@@ -285,11 +282,18 @@ class _Save:
             before_flush=lambda: self._reach("save:before-flush", self._temporary / name),
         )
         held = [
-            [part.name, DTYPE_NAMES[part.local.dtype], part.shape, part.is_complex, part.key, part.offset]
+            [
+                part.name,
+                DTYPE_NAMES[part.local.dtype],
+                part.shape,
+                part.is_complex,
+                part.key,
+                part.offset,
+                [*part.local.shape],
+            ]
             for part in parts
         ]
-        shapes = [list(part.local.shape) for part in parts]
-        return {"file": name, "bytes": record.num_bytes, "sha256": record.sha256, "parts": held, "shapes": shapes}
+        return {"file": name, "bytes": record.num_bytes, "sha256": record.sha256, "parts": held}
 
     def _values(self) -> dict[str, Any] | None:
         """What a pipeline stage keeps besides tensors; the first of the ranks that hold it says it."""
@@ -303,6 +307,36 @@ class _Save:
         }
 
     def _commit(self, of_ranks: Sequence[Mapping[str, Any]]) -> int:
+        files, tensors = self._gather_parts(of_ranks)
+        values = [each["values"] for each in of_ranks if each["values"] is not None]
+        record = _merge(self.record, values)
+        files[STATE_FILE] = write_text(self._temporary / STATE_FILE, to_text(record))
+        manifest = Manifest(
+            run_id=self.owner.run_id,
+            epoch=self.owner.epoch,
+            step=record.step,
+            files=files,
+            tensors=tensors,
+            aliases={name: first for each in values for name, first in each["aliases"].items()},
+        )
+        write_text(self._temporary / MANIFEST_FILE, to_text(manifest))
+        self._reach("save:after-manifest")
+        sync_folder(self._temporary)
+        self._reach("save:before-rename")
+        # Asked at the last moment: who slept until now and was replaced meanwhile must not touch what the new one has.
+        self.owner.confirm()
+        if os.path.lexists(self._target):
+            self._clear_target()
+        self._temporary.rename(self._target)
+        sync_folder(self.folder)
+        sync_folder(self.folder.parent)  # which may have this folder since this save
+        self._reach("save:after-rename", self._target)
+        return sum(each.num_bytes for each in files.values())
+
+    def _gather_parts(
+        self, of_ranks: Sequence[Mapping[str, Any]]
+    ) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
+        """Files and tensors of the manifest. Raises CheckpointError where a file or a part is not there."""
         files: dict[str, FileRecord] = {}
         tensors: dict[str, TensorRecord] = {}
         for rank, written in ((rank, file) for rank, each in enumerate(of_ranks) for file in each["written"]):
@@ -314,44 +348,19 @@ class _Save:
                     "A run's directory is on a file system that all nodes share.",
                     "Give --run a path on a shared disk.",
                 )
-            for (tensor, dtype, shape, is_complex, key, offset), part_shape in zip(
-                written["parts"], written["shapes"], strict=True
-            ):
+            for tensor, dtype, shape, is_complex, key, offset, part_shape in written["parts"]:
                 part = PartRecord(name, key, tuple(offset), tuple(part_shape))
                 known = tensors.get(tensor)
                 parts = (*known.parts, part) if known else (part,)
                 tensors[tensor] = TensorRecord(dtype, tuple(shape), parts, is_complex)
-        for key, tensor_record in tensors.items():
-            if (gap := find_gap(tensor_record)) is not None:  # cut in a way that this module does not understand
+        for name, record in tensors.items():
+            if (gap := find_gap(record)) is not None:  # cut in a way that `parts` does not understand
                 raise CheckpointError(
-                    f"{key} as saved by {len(of_ranks)} ranks: {gap}.",
+                    f"{name} as saved by {len(of_ranks)} ranks: {gap}.",
                     "A checkpoint holds each number of a tensor once, or it is none.",
                     "Please report this, with the layout and how the model is cut.",
                 )
-        values = [each["values"] for each in of_ranks if each["values"] is not None]
-        record = _merge(self.record, values)
-        files[STATE_FILE] = _write_text(self._temporary / STATE_FILE, to_text(record))
-        manifest = Manifest(
-            run_id=self.owner.run_id,
-            epoch=self.owner.epoch,
-            step=record.step,
-            files=files,
-            tensors=tensors,
-            aliases={name: first for each in values for name, first in each["aliases"].items()},
-        )
-        _write_text(self._temporary / MANIFEST_FILE, to_text(manifest))
-        self._reach("save:after-manifest")
-        _sync_folder(self._temporary)
-        self._reach("save:before-rename")
-        # Asked at the last moment: who slept until now and was replaced meanwhile must not touch what the new one has.
-        self.owner.confirm()
-        if os.path.lexists(self._target):
-            self._clear_target()
-        self._temporary.rename(self._target)
-        _sync_folder(self.folder)
-        _sync_folder(self.folder.parent)  # which may have this folder since this save
-        self._reach("save:after-rename", self._target)
-        return sum(each.num_bytes for each in files.values())
+        return files, tensors
 
     def _clear_target(self) -> None:
         """Deletes what stands in the way: passed over as damaged, or left by an owner that this one replaced."""
@@ -381,34 +390,6 @@ class _Save:
             "A checkpoint is written whole or not at all, and a run that cannot save is not worth its price.",
             f"{remedy}, and start again: the run continues from its last checkpoint.",
         ]
-
-
-def discard(folder: Path, *, epoch: int, halfway: Callable[[], None] = lambda: None) -> None:
-    """Deletes a checkpoint: in one rename it is none any more, then its files go.
-
-    Files that cannot go, as those that somebody still reads on a network disk, are left to `discard_leftovers`.
-    """
-    doomed = folder.with_name(f"{folder.name}{TEMPORARY}deleted-{epoch}")
-    _remove(doomed)
-    folder.rename(doomed)
-    halfway()
-    _remove(doomed)
-
-
-def discard_leftovers(folder: Path) -> None:
-    """Deletes what saves and deletions left under temporary names. Only for the owner, while it saves nothing."""
-    for name in os.listdir(folder):
-        if _LEFTOVER.fullmatch(name):
-            _remove(folder / name)
-
-
-def _remove(path: Path) -> None:
-    """Deletes a folder, a file or a link, as far as it can be; what a link leads to stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-        return
-    with contextlib.suppress(OSError):
-        path.unlink()
 
 
 def share_out(sizes: Sequence[int]) -> list[range]:
@@ -451,25 +432,3 @@ def _merge(record: StateRecord, of_stages: Sequence[Mapping[str, Any]]) -> State
     model = {name: value for each in of_stages for name, value in each["model"].items()}
     trained = tuple(name for each in of_stages for name in each["trained"])
     return replace(record, optimizer=merged, model=model, trained=trained)
-
-
-def _make_folder(path: Path) -> None:
-    path.mkdir(mode=0o700, exist_ok=True)
-
-
-def _write_text(path: Path, text: str) -> FileRecord:
-    data = text.encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(descriptor)
-    return FileRecord(len(data), hashlib.sha256(data).hexdigest())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

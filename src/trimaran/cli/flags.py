@@ -131,6 +131,7 @@ def _describe(function: Callable[..., Any], clashing: set[str]) -> str:
 def _parse_all(kind: Any, words: Sequence[str], known: set[str], program: str) -> Any:
     """All words read as `kind`. Raises UsageError naming the first that is left over, and the nearest flag."""
     _refuse_unknown(words, known, program)
+    _refuse_repeated(words)
     parsed, unknown = _parse(kind, words, program=program)
     if unknown:
         first = unknown[0]
@@ -187,6 +188,20 @@ def _refuse_unknown(words: Sequence[str], known: set[str], program: str) -> None
             f"Flags: {', '.join('--' + _dashed(each) for each in sorted(known))}.",
             f"Did you mean --{_dashed(close[0])}?" if close else "Drop it.",
         )
+
+
+def _refuse_repeated(words: Sequence[str]) -> None:
+    """A flag that stands twice would count once, and the other be dropped without a word."""
+    seen: set[str] = set()
+    for word in words:
+        name = word.split("=", 1)[0].replace("_", "-")
+        if name.startswith("--") and name in seen:
+            raise UsageError(
+                f"{name} is given twice.",
+                "A flag stands once on a line; one that takes several values takes them all there.",
+                f"Give it once: {name} VALUE, or {name} FIRST SECOND.",
+            )
+        seen.add(name)
 
 
 def _refuse_clash(words: Sequence[str], clashing: set[str]) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trimaran.batch import MicroBatch
 from trimaran.checkpoint import LoadedWeights, StateNames, load_weights
 from trimaran.data import BatchLoader, Order, build_loader
-from trimaran.engine import Engine, build_engine, predict_state_bytes, try_micro_batch
+from trimaran.engine import Engine, Trial, build_engine, predict_state_bytes, try_micro_batch
 from trimaran.errors import DataError, UsageError
 from trimaran.job import Job
 from trimaran.layout import Layout, ResolvedLayout
@@ -89,26 +88,19 @@ def start(
         remaining, shift = remaining_job(job, begins)
         loader = _training_loader(remaining, layout, world, options, first_step=begins.step, shift=shift)
         validation = None if job.valid is None else partial(_validation_loader, job, layout, world, options)
-        first = _first_micro_batch(job, layout, world)
-        trial = try_micro_batch(engine, first, job.input_keys)
-        if validation is not None:
-            _try_validation(engine, validation())
+        trial, num_tokens = _try_job(engine, job, layout, world, validation)
         names = StateNames(engine.model, engine.optimizer)
         names.collect()  # what cannot be saved is told now
         restore(begins, engine, names)
         phases.take()
         state = predict_state_bytes(engine.model, engine.optimizer)
-        num_tokens = count_tokens([first], job.input_keys) * job.global_batch // first.num_samples
         rate = job.optimizer.rate(job.global_batch)
         console = Console(active=world.rank == 0, log_every=options.log_every)
-        console.head(
-            title(job, engine.model, origin),
-            head_rows(remaining, layout, world, rate, state, path, num_tokens, begins.describe()),
-        )
+        rows = head_rows(remaining, layout, world, rate, state, path, num_tokens, begins.describe())
+        console.head(title(job, engine.model, origin), rows)
         console.lines(begins.lines())
         console.lines(f"weights  {job.weights_in.path}: {each}" for each in loaded if job.weights_in)
-        if trial.unused_parameters:
-            console.lines(_describe_unused(trial.unused_parameters))
+        console.lines(_describe_unused(trial.unused_parameters))
         console.lines(describe_unchecked(identity, origin, world.num_nodes))
         record = record_run(remaining, layout, options, world, origin, identity, rate, begins.run_id, begins.origin)
         trackers = on_first_rank(world, partial(open_trackers, options.track, record, path, console.line, begins.step))
@@ -116,8 +108,9 @@ def start(
             resources.callback(trackers.close)
         if directory is not None:
             directory.write_run(record)
-            take_over(directory, begins)
-            directory.note(_EVENTS[begins.way], begins.step, "; ".join([str(layout), *begins.lines()]))
+            missing = take_over(directory, begins)
+            console.lines(missing)
+            directory.note(_EVENTS[begins.way], begins.step, "; ".join([str(layout), *begins.lines(), *missing]))
         chip = find_local_chip(world.device, layout.precision)
         stop_request = StopRequest()
         saving = Saving(
@@ -249,11 +242,24 @@ def _validation_loader(job: Job, layout: ResolvedLayout, world: World, options: 
     )
 
 
-def _first_micro_batch(job: Job, layout: ResolvedLayout, world: World) -> MicroBatch:
+def _try_job(
+    engine: Engine,
+    job: Job,
+    layout: ResolvedLayout,
+    world: World,
+    validation: Callable[[], BatchLoader] | None,
+) -> tuple[Trial, int]:
+    """Runs the first micro-batch dry, and one of the validation, so that what fails is found now. On every rank.
+
+    Returns what the dry micro-batch showed, and the tokens of a global batch.
+    """
     loader = _training_loader(job, layout, world, RunOptions())
-    first = next(iter(loader))
+    first = next(iter(loader)).micro_batches[0]
     loader.close()
-    return first.micro_batches[0]
+    trial = try_micro_batch(engine, first, job.input_keys)
+    if validation is not None:
+        _try_validation(engine, validation())
+    return trial, count_tokens([first], job.input_keys) * job.global_batch // first.num_samples
 
 
 def _try_validation(engine: Engine, loader: BatchLoader) -> None:
@@ -265,5 +271,7 @@ def _try_validation(engine: Engine, loader: BatchLoader) -> None:
 
 
 def _describe_unused(names: tuple[str, ...]) -> list[str]:
+    if not names:
+        return []
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return [f"unused   the first micro-batch gives no gradient to {shown}; an unused parameter's gradient is zero", ""]

@@ -108,14 +108,17 @@ class RunDirectory:
             )
         return there
 
-    def take_over(self, step: int) -> None:
-        """Makes `step` the run's present: what an earlier owner recorded or may still save beyond it counts no more."""
+    def take_over(self, step: int) -> int:
+        """Makes `step` the run's present: what an earlier owner recorded or may still save beyond it counts no more.
+
+        Returns how many steps the metrics hold.
+        """
         self._check_owner()
         owner = read_owner(self.path)
         write_owner(self.path, replace(owner, resumed={**owner.resumed, self.epoch: step}))
-        for name in (METRICS_FILE, TIMING_FILE):
-            cut_back(self.path / name, step)
         drop_torn_line(self.path / EVENTS_FILE)
+        cut_back(self.path / TIMING_FILE, step)
+        return cut_back(self.path / METRICS_FILE, step)
 
     def confirm(self) -> None:
         """Flushes the records to disk, and raises RunError where this owner was replaced. Any thread may call it."""

@@ -16,8 +16,8 @@ from trimaran.checkpoint import (
     Checkpoint,
     Lineage,
     StateNames,
-    describe_steps,
     discard_leftovers,
+    find_candidates,
     find_checkpoint,
     list_steps,
     open_checkpoint,
@@ -27,7 +27,7 @@ from trimaran.checkpoint import (
 from trimaran.engine import Engine
 from trimaran.errors import CheckpointError, RunError
 from trimaran.job import Job
-from trimaran.records import CHECKPOINTS_FOLDER, RUN_FILE, read_run
+from trimaran.records import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE, read_run
 from trimaran.run.agree import on_first_rank
 from trimaran.run.directory import RunDirectory, find_differences
 from trimaran.world.groups import World
@@ -138,12 +138,20 @@ def restore(beginning: Beginning, engine: Engine, names: StateNames) -> None:
         engine.loss_scale.good_steps = int(state.loss_scale["good_steps"])
 
 
-def take_over(directory: RunDirectory, beginning: Beginning) -> None:
-    """Makes the run's records end where it begins, and clears what killed saves left. On rank 0, before step 1."""
-    directory.take_over(beginning.step)
+def take_over(directory: RunDirectory, beginning: Beginning) -> list[str]:
+    """Makes the run's records end where it begins, and clears what killed saves left. On rank 0, before step 1.
+
+    Returns a line where steps that are behind it are not in its records: they were removed, or the disk lost them.
+    """
+    num_recorded = directory.take_over(beginning.step)
     folder = directory.path / CHECKPOINTS_FOLDER
     if folder.is_dir():
         discard_leftovers(folder)
+    is_fork = beginning.origin.get("way") == "forked"
+    num_made = beginning.step - (beginning.origin["step"] if is_fork else 0)
+    if num_recorded == num_made:
+        return []
+    return [f"records  {METRICS_FILE} holds {num_recorded} of the {num_made} steps that are behind this run"]
 
 
 def remaining_job(job: Job, beginning: Beginning) -> tuple[Job, int]:
@@ -181,12 +189,12 @@ def _look(directory: RunDirectory | None, path: Path, identity: Mapping[str, Any
         lineage = Lineage.read(path)
         resumed = {str(epoch): step for epoch, step in lineage.resumed.items()}
         way: Way = "resumed"
-        steps, origin = _list_steps(path), dict(started.origin)
+        steps, origin = list_steps(path), dict(started.origin)
         # A fork or copy that was killed before it first saved begins from its source again.
         if not origin or steps:
             return _Seen(way, started.id, directory.epoch, origin, str(path), started.id, resumed, steps)
         source = source or Source(origin["way"], origin["text"])
-        if origin["step"] not in _list_steps(source.run):
+        if origin["step"] not in list_steps(source.run):
             raise RunError(
                 f"{path} has not saved yet, and began from step {origin['step']} of {source.run}, which is no more.",
                 "A run that is killed before it saves begins again where it began.",
@@ -207,21 +215,8 @@ def _from_source(
             "A fork is a new run, beside the one it begins from.",
             "Give it another --run.",
         )
-    if not (source.run / RUN_FILE).is_file():
-        raise RunError(
-            f"{source.flag}: {source.run} holds no run.",
-            "A run is known by its run.json.",
-            "Give the directory of a run that has saved, such as runs/a, or runs/a@200 for its step 200.",
-        )
+    lineage, steps = find_candidates(source.run, step, said=f"{source.flag}: ")
     there = read_run(source.run / RUN_FILE)
-    lineage = Lineage.read(source.run)
-    steps = _list_steps(source.run)
-    if step is not None and step not in steps:
-        raise RunError(
-            f"{source.flag}: {source.run} has no checkpoint of step {step}.",
-            f"It has those of steps {describe_steps(steps)}.",
-            "Name one of them, or none for the newest.",
-        )
     changed = {name: [theirs, ours] for name, theirs, ours in find_differences(there.identity, identity)}
     _check_parameters(source, changed)
     origin = {
@@ -241,7 +236,7 @@ def _from_source(
         str(source.run),
         there.id,
         {str(epoch): step for epoch, step in lineage.resumed.items()},
-        steps if step is None else [step],
+        steps,
     )
 
 
@@ -270,13 +265,6 @@ def _check_trained(model: nn.Module, trained: Sequence[str]) -> None:
                 "A run's whole state has the optimizer's for the parameters that were trained.",
                 "Train the same ones, or take the weights alone: --from.",
             )
-
-
-def _list_steps(run: Path) -> list[int]:
-    try:
-        return list_steps(run)
-    except CheckpointError as problem:  # told to all ranks as a fault of the run's directory
-        raise RunError(problem.value, problem.rule, problem.remedy) from problem
 
 
 def _check_source(path: Path, origin: Mapping[str, Any], source: Source | None) -> None:

@@ -153,7 +153,7 @@ def test_a_step_names_one_checkpoint_and_no_other(run: Path, net: Net, tmp_path:
         net.embed.weight.add_(1)
     flip(save_by_hand(run, net, step=200) / "shard-1.safetensors")
     assert export_weights(f"{run}@100", tmp_path / "a.safetensors").step == 100
-    with pytest.raises(RunError, match=r"run@200 cannot be used: .* has SHA-256"):
+    with pytest.raises(RunError, match=r"no checkpoint of .*run@200 can be used: .* has SHA-256"):
         export_weights(f"{run}@200", tmp_path / "b.safetensors")
     with pytest.raises(RunError, match=r"no checkpoint of step 300.\nIt has those of steps 100, 200"):
         export_weights(f"{run}@300", tmp_path / "b.safetensors")
@@ -185,7 +185,7 @@ def test_runs_without_a_checkpoint_that_can_be_read(run: Path, tmp_path: Path) -
     out = tmp_path / "a.safetensors"
     (tmp_path / "file").write_text("")
     for none in ("nowhere", "nowhere@100", "file"):
-        with pytest.raises(RunError, match="is no directory of a run"):
+        with pytest.raises(RunError, match="holds no run"):
             export_weights(tmp_path / none, out)
     with pytest.raises(RunError, match="holds no run"):
         export_weights(tmp_path, out)

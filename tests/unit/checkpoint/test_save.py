@@ -73,3 +73,11 @@ def test_buffers_that_are_parts_of_others_are_saved_too(tmp_path: Path) -> None:
     with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
         for name, each in model.named_buffers():
             assert torch.equal(file.get_tensor(name), each), name
+
+
+def test_numbers_that_safetensors_lack_are_named(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match="cannot hold phase, which is complex in double precision"):
+        save_weights(model, tmp_path / "model.safetensors")
+    assert list(tmp_path.iterdir()) == []
