@@ -348,3 +348,15 @@ def test_a_resumed_run_that_freezes_what_was_trained_is_refused(other: Path, tmp
 
     with pytest.raises(CheckpointError, match=r"up\.bias was trained when the checkpoint was saved, and is frozen"):
         train(replace(job(), model=Frozen), "precision=fp64", run=copy, options=tm.RunOptions())
+
+
+def test_records_that_were_lost_are_told_and_not_made_up(command: Any) -> None:
+    shutil.rmtree("a/checkpoints/step-00000006")
+    records = Path("a/metrics.jsonl")
+    records.write_bytes(records.read_bytes().split(b"\n")[0] + b"\n")
+    code, out, err = command("--run", "a")
+    assert (code, err) == (0, "")
+    assert "records  metrics.jsonl holds 1 of the 4 steps that are behind this run" in out
+    assert [each["step"] for each in lines_of(records)] == [1, 5, 6]
+    code, out, _ = command("--run", "b", "--fork", "a@4")
+    assert (code, "records" in out) == (0, False)
