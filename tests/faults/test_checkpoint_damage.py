@@ -333,7 +333,7 @@ def test_a_folder_that_vanishes_under_the_run_ends_it(train: Train, monkeypatch:
     def gone(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr("trimaran.checkpoint.saving._make_folder", gone)
+    monkeypatch.setattr("trimaran.checkpoint.saving.make_folder", gone)
     code, _, err = train("--run", "new", "--save-every", "2steps")
     assert code == 1
     assert "CheckpointError: new/checkpoints/step-00000002 cannot be written: Read-only file system." in err
