@@ -21,8 +21,8 @@ test-all: check  ## lint, types, contracts, and all tests
 	$(BIN)/python -m pytest --ignore tests/contracts
 
 check: .venv/dev.stamp  ## lint, types, contracts (under a minute)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/contracts
 

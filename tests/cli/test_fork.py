@@ -116,8 +116,8 @@ def test_from_takes_the_weights_alone(command: Any) -> None:
     ("words", "said"),
     [
         (
-            ("--fork", "a", "--width", "9"),
-            "--fork a: parameter up.weight is of shape 8×4; in this job it is of shape 9×4",
+            ("--fork", "a@4", "--width", "9"),
+            "--fork a@4: parameter up.weight is of shape 8×4; in this job it is of shape 9×4",
         ),
         (
             ("--from", "a", "--width", "9"),
@@ -135,7 +135,7 @@ def test_what_cannot_be_begun_from_is_refused(command: Any, words: tuple[str, ..
     assert out == ""
     assert said in err
     assert not Path("b/run.json").exists()
-    assert command("--run", "b", "--fork", "a")[0] == 0  # and nothing of it stands in the way
+    assert command("--run", "b", "--fork", "a@4")[0] == 0  # and nothing of it stands in the way
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_what_cannot_be_begun_from_is_refused(command: Any, words: tuple[str, ..
 )
 def test_another_model_or_optimizer_is_refused(command: Any, change: tuple[str, str], said: str) -> None:
     write_job(Path(), change)
-    code, out, err = command("--run", "b", "--fork", "a")
+    code, out, err = command("--run", "b", "--fork", "a@4")
     assert (code, out) == (1, "")
     assert said in err
     assert "Traceback" not in err
@@ -181,6 +181,30 @@ def test_another_source_than_before_is_refused(command: Any) -> None:
     code, _, err = command("--run", "b", "--fork", "a@4", "--lr", "0.5", "--length", "7")
     assert code == 1
     assert "b was started with lr=0.01; this command has lr=0.5." in err
+
+
+def test_the_same_source_may_be_spelled_otherwise(command: Any) -> None:
+    command("--run", "b", "--fork", "a@4", "--length", "7")
+    for source in ("./a@4", "b/../a@4", f"{Path('a').resolve()}@4"):
+        assert command("--run", "b", "--fork", source, "--length", "7")[0] == 0
+
+
+def test_a_fork_with_no_step_left_is_refused(command: Any) -> None:
+    for length in ("6", "3"):
+        code, out, err = command("--run", "b", "--fork", "a", "--length", length)
+        assert (code, out) == (1, "")
+        assert f"--fork a begins after step 6, and the job has {length}." in err
+        assert not Path("b/run.json").exists()
+
+
+def test_a_run_that_is_over_says_so_and_names_what_it_clears(command: Any) -> None:
+    leftover = Path("a/checkpoints/step-00000003.tmp-1")
+    leftover.mkdir()
+    code, out, err = command("--run", "a")
+    assert (code, err) == (0, "")
+    assert "finished before, at step 6" in out
+    assert f"cleared  {leftover.name}, which was never whole or half deleted" in out
+    assert not leftover.exists()
 
 
 def test_a_checkpoint_that_is_damaged_is_not_begun_from(command: Any) -> None:
@@ -259,7 +283,9 @@ def test_a_length_in_epochs_is_that_of_its_samples(other: Path, tmp_path: Path, 
     num_steps = -(-40 // batch)
     seen = fork(other, tmp_path / "a", changed, until=5, save_every="1steps")
     seen += fork(other, tmp_path / "a", changed)
-    assert seen == ids_at(32, 32 + num_steps * batch)
+    assert seen == ids_at(32, 72)  # the last batch is what is left of the epochs
+    rates = [each["lr"] for each in lines_of(tmp_path / "a/metrics.jsonl")]
+    assert rates[0] > rates[-1]  # the schedule goes over the steps that there are
     assert lines_of(tmp_path / "a/metrics.jsonl")[-1]["step"] == 4 + num_steps
     assert fork(other, tmp_path / "a", changed) == []
 

@@ -29,11 +29,15 @@ def discard(folder: Path, *, epoch: int, halfway: Callable[[], None] = lambda: N
     _remove(doomed)
 
 
-def discard_leftovers(folder: Path) -> None:
-    """Deletes what saves and deletions left under temporary names. Only for the owner, while it saves nothing."""
-    for name in os.listdir(folder):
-        if _LEFTOVER.fullmatch(name):
-            _remove(folder / name)
+def discard_leftovers(folder: Path) -> list[str]:
+    """Deletes what saves and deletions left under temporary names; returns these.
+
+    Only for the owner, while it saves nothing.
+    """
+    names = sorted(name for name in os.listdir(folder) if _LEFTOVER.fullmatch(name))
+    for name in names:
+        _remove(folder / name)
+    return names
 
 
 def _remove(path: Path) -> None:

@@ -23,7 +23,7 @@ from trimaran.checkpoint.reading import CheckpointReader, open_checkpoint
 from trimaran.checkpoint.shard_file import DTYPES, Entry, digest_file, write_shard
 from trimaran.checkpoint.state import MODEL
 from trimaran.errors import CheckpointError, RunError, UsageError
-from trimaran.records import FileRecord
+from trimaran.records import CHECKPOINTS_FOLDER, FileRecord
 from trimaran.units import parse_bytes
 
 SHARD_SIZE = "5GB"
@@ -353,6 +353,12 @@ def _refuse_existing(out: Path) -> None:
             f"{str(out)!r} names no file or folder of its own.",
             "An export has a name, under which it appears when it is whole.",
             "Give a name such as model.safetensors.",
+        )
+    if out.resolve().parent.name == CHECKPOINTS_FOLDER:
+        raise UsageError(
+            f"{out} lies among the checkpoints of a run.",
+            "What lies there is read as a checkpoint.",
+            "Give a place outside the run's directory.",
         )
     if os.path.lexists(out) and (out.name.endswith(SUFFIX) or not _is_empty_folder(out)):
         raise UsageError(

@@ -147,7 +147,7 @@ class CheckpointReader:
             whole = all(each == slice(0, size) for each, size in zip(source, part.shape, strict=True))
             tensor: Tensor = self._open[part.file].get_tensor(part.key) if whole else held[source]
             return tensor
-        except (SafetensorError, OSError) as problem:
+        except (SafetensorError, OSError, RuntimeError) as problem:  # the last for a file that is gone
             raise _refusal(path, f"cannot be read: {problem}") from problem
 
 

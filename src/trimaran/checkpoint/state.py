@@ -60,6 +60,7 @@ class StateNames:
 
     def _collect_model(self, state: NamedState) -> None:
         tensors, extra = _split(self._model)
+        _refuse_copies(self._model, tensors)
         places: dict[tuple[object, ...], str] = {}
         for name, tensor in tensors.items():
             first = places.setdefault(_place(tensor), name) if tensor.numel() else name
@@ -73,6 +74,8 @@ class StateNames:
             state.tensors.update({MODEL + key: tensor for key, tensor in within.items()})
 
     def _collect_optimizer(self, state: NamedState) -> None:
+        if type(self._optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+            _refuse_own_state(self._optimizer)
         tensors: dict[str, Tensor] = {}
         parameters: dict[str, Any] = {}
         shared: dict[str, Any] = {}
@@ -238,6 +241,37 @@ def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     state = model.state_dict()
     extra = {name: value for name, value in state.items() if name.rpartition(".")[2] == "_extra_state"}
     return {name: value.detach() for name, value in state.items() if name not in extra}, extra
+
+
+def _refuse_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError where what the model gives to save is not what it computes with.
+
+    Loading writes into these tensors; into a copy it would be lost without a word.
+    """
+    own = {_storage(each) for each in (*model.parameters(), *model.buffers())}
+    copies = [name for name, each in tensors.items() if each.numel() and _storage(each) not in own]
+    if copies:
+        raise CheckpointError(
+            f"the model's state_dict() gives copies: {', '.join(copies[:5])}{' …' if len(copies) > 5 else ''}.",
+            "A checkpoint is read into the tensors of the model's state_dict(), which are its parameters and buffers.",
+            "Drop the hook, or the _save_to_state_dict, that clones, casts or moves them.",
+        )
+
+
+def _refuse_own_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises CheckpointError for an optimizer that keeps more than `state` and `param_groups`."""
+    more = sorted(set(optimizer.state_dict()) - {"state", "param_groups"})
+    if more:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps {', '.join(more)} beside its state and param_groups.",
+            "A checkpoint holds an optimizer's state by parameter, and what it changes in its groups.",
+            "Keep it in state[parameter], in a group, or under a string in state.",
+        )
+
+
+def _storage(tensor: Tensor) -> object:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr(), local.device
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

@@ -69,12 +69,13 @@ class Engine:
         self.loss = loss
         self.optimizer = optimizer
         self.num_updates = 0
+        self.lr_factor = lr_factor
+        """The schedule: what update k, counted from 0, multiplies every group's rate by."""
         self.loss_scale = LossScale() if precision == "fp16" else None
         self.phases = phases
         self._measures = {"loss": loss, **metrics}
         self._inputs = inputs
         self._lr = lr
-        self._lr_factor = lr_factor
         self._clip = clip
         self._seed = seed
         self._dtype = parameter_dtype(precision)
@@ -145,7 +146,7 @@ class Engine:
             norm = global_norm(gradients) / scale
             if not step.weight:
                 norm = norm * float("nan")  # where all is ignored, gradients may be zeros: skipped all the same
-            lr_factor = self._lr_factor(self.num_updates)
+            lr_factor = self.lr_factor(self.num_updates)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["base_lr"] * lr_factor
             apply_update(self.optimizer, gradients, norm, clip_coefficient(norm, self._clip) / scale)

@@ -20,7 +20,8 @@ Result = TypeVar("Result")
 def on_first_rank(world: World, action: Callable[[], Result]) -> Result | None:
     """What `action` gives on rank 0, which alone runs it; None elsewhere. Every rank must call it.
 
-    A RunError that it raises is raised on every rank, so that all end alike and it is told once.
+    A RunError that it raises, or what the system refuses, is raised on every rank, so that all end alike and it is told
+    once.
     """
     result, refusal = None, ""
     if world.rank == 0:
@@ -28,6 +29,14 @@ def on_first_rank(world: World, action: Callable[[], Result]) -> Result | None:
             result = action()
         except RunError as error:
             refusal = json.dumps([error.value, error.rule, error.remedy])
+        except OSError as problem:
+            refusal = json.dumps(
+                [
+                    f"{problem.filename or 'the run directory'} cannot be used: {problem.strerror or problem}.",
+                    "A run keeps its records in a directory of its own.",
+                    "Make room on that disk or make it writable, and start again; or choose another --run.",
+                ]
+            )
     if told := world.gather_text(refusal)[0]:
         raise RunError(*json.loads(told))
     return result

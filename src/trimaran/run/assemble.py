@@ -19,16 +19,17 @@ from trimaran.job import Job
 from trimaran.layout import Layout, ResolvedLayout
 from trimaran.options import RunOptions
 from trimaran.phases import Phases
+from trimaran.records import RunRecord
 from trimaran.run.agree import agree_on_job, agree_on_weights, on_first_rank
 from trimaran.run.checked import describe_unchecked
 from trimaran.run.console import Console
 from trimaran.run.decide import StopRequest, stop_on_signals
-from trimaran.run.describe import Origin, head_rows, identify, identify_parameters, record_run, title
+from trimaran.run.describe import Origin, head_rows, identify, identify_parameters, name_job, record_run, title
 from trimaran.run.directory import RunDirectory, name_run
 from trimaran.run.drills import DRILLS_FOLDER, build_drills
 from trimaran.run.finish import finish_run
 from trimaran.run.loop import Rates, Run, count_tokens
-from trimaran.run.resume import Source, Way, find_beginning, remaining_job, restore, take_over
+from trimaran.run.resume import Beginning, Course, Source, Way, find_beginning, plot_course, restore, take_over
 from trimaran.run.saving import Saving
 from trimaran.run.trackers import open_trackers
 from trimaran.world.device import find_local_chip, set_numerics
@@ -74,7 +75,7 @@ def start(
         set_numerics(precision=layout.precision, deterministic=options.deterministic)
         identity = identify(job, origin)
         agree_on_job(world, {"layout": str(layout), "torch": torch.__version__} | identity)
-        path = Path(world.gather_text(str(run) if run is not None else str(name_run(job.name)))[0])
+        path = Path(world.gather_text(str(run) if run is not None else str(name_run(name_job(job, origin))))[0])
         directory = on_first_rank(world, partial(_open_directory, path, resources, named=run is not None))
         drills = build_drills(options.drill, rank=world.rank, world_size=world.size, marks=path / DRILLS_FOLDER)
         phases = Phases(observers=[] if drills is None else [drills])
@@ -84,9 +85,9 @@ def start(
         if drills is not None:
             drills.attach(engine.model)
         identity |= {"parameters": identify_parameters(engine.model)}
-        begins = find_beginning(world, directory, path, identity, source)
-        remaining, shift = remaining_job(job, begins)
-        loader = _training_loader(remaining, layout, world, options, first_step=begins.step, shift=shift)
+        begins = find_beginning(world, directory, path, name_job(job, origin), identity, source)
+        course = plot_course(job, begins, engine)
+        loader = _training_loader(course, layout, world, options, first_step=begins.step)
         validation = None if job.valid is None else partial(_validation_loader, job, layout, world, options)
         trial, num_tokens = _try_job(engine, job, layout, world, validation)
         names = StateNames(engine.model, engine.optimizer)
@@ -96,25 +97,21 @@ def start(
         state = predict_state_bytes(engine.model, engine.optimizer)
         rate = job.optimizer.rate(job.global_batch)
         console = Console(active=world.rank == 0, log_every=options.log_every)
-        rows = head_rows(remaining, layout, world, rate, state, path, num_tokens, begins.describe())
+        rows = head_rows(course, layout, world, rate, state, path, num_tokens, begins.describe(course.job.total_steps))
         console.head(title(job, engine.model, origin), rows)
         console.lines(begins.lines())
         console.lines(f"weights  {job.weights_in.path}: {each}" for each in loaded if job.weights_in)
         console.lines(_describe_unused(trial.unused_parameters))
         console.lines(describe_unchecked(identity, origin, world.num_nodes))
-        record = record_run(remaining, layout, options, world, origin, identity, rate, begins.run_id, begins.origin)
+        record = record_run(course.job, layout, options, world, origin, identity, rate, begins.run_id, begins.origin)
         trackers = on_first_rank(world, partial(open_trackers, options.track, record, path, console.line, begins.step))
         if trackers is not None:
             resources.callback(trackers.close)
-        if directory is not None:
-            directory.write_run(record)
-            missing = take_over(directory, begins)
-            console.lines(missing)
-            directory.note(_EVENTS[begins.way], begins.step, "; ".join([str(layout), *begins.lines(), *missing]))
+        console.lines(on_first_rank(world, partial(_begin_records, directory, record, begins)) or [])
         chip = find_local_chip(world.device, layout.precision)
         stop_request = StopRequest()
         saving = Saving(
-            job=remaining,
+            course=course,
             options=options,
             layout=str(layout),
             world=world,
@@ -125,13 +122,12 @@ def start(
             console=console,
             phases=phases,
             beginning=begins,
-            shift=shift,
             request=stop_request,
         )
         # From here on Ctrl-C asks to stop at a step's edge; before, there is nothing to save and it ends the start.
         resources.enter_context(stop_on_signals(stop_request))
         return Run(
-            job=remaining,
+            job=course.job,
             options=options,
             world=world,
             engine=engine,
@@ -199,6 +195,16 @@ def _refuse_empty(job: Job) -> None:
             )
 
 
+def _begin_records(directory: RunDirectory | None, record: RunRecord, begins: Beginning) -> list[str]:
+    """Makes the directory this start's, on rank 0; returns what there is to say of it."""
+    assert directory is not None
+    directory.write_run(record)
+    cleared = take_over(directory, begins)
+    told = [record.layout, *begins.lines(), *cleared]
+    directory.note(_EVENTS[begins.way], begins.step, "; ".join(" ".join(each.split()) for each in told))
+    return cleared
+
+
 def _open_directory(path: Path, resources: ExitStack, *, named: bool) -> RunDirectory:
     directory = RunDirectory.open(path)
     if not named:
@@ -208,19 +214,20 @@ def _open_directory(path: Path, resources: ExitStack, *, named: bool) -> RunDire
 
 
 def _training_loader(
-    job: Job, layout: ResolvedLayout, world: World, options: RunOptions, *, first_step: int = 0, shift: int = 0
+    course: Course, layout: ResolvedLayout, world: World, options: RunOptions, *, first_step: int = 0
 ) -> BatchLoader:
+    job = course.job
     return build_loader(
         job.data,
         collate=job.collate,
         order=Order(len(job.data), job.seed),
         global_batch=job.global_batch,
-        total_samples=job.total_samples,
+        total_samples=course.total_samples,
         dp=layout.dp,
         dp_rank=world.place.dp,
         micro_batch=layout.micro_batch,
         first_step=first_step,
-        shift=shift,
+        shift=course.shift,
         num_workers=options.num_workers,
         pin_memory=world.device.type == "cuda",
     )
@@ -253,7 +260,7 @@ def _try_job(
 
     Returns what the dry micro-batch showed, and the tokens of a global batch.
     """
-    loader = _training_loader(job, layout, world, RunOptions())
+    loader = _training_loader(Course(job, 0, job.total_samples), layout, world, RunOptions())
     first = next(iter(loader)).micro_batches[0]
     loader.close()
     trial = try_micro_batch(engine, first, job.input_keys)

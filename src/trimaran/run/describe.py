@@ -22,6 +22,7 @@ from trimaran.job import Job, ScaledRate, Weights
 from trimaran.layout import ResolvedLayout
 from trimaran.options import RunOptions
 from trimaran.records import Derived, RunRecord
+from trimaran.run.resume import Course
 from trimaran.units import format_bytes, format_count, format_number
 from trimaran.world.device import describe_device
 from trimaran.world.groups import World
@@ -94,7 +95,7 @@ def record_run(
         "steps": Derived(job.total_steps, f"{job.total_samples} samples / {job.global_batch} a step, rounded up"),
     }
     return RunRecord(
-        name=job.name,
+        name=name_job(job, origin),
         id=run_id,
         identity=identity,
         layout=str(layout),
@@ -125,9 +126,9 @@ def describe_batch(job: Job, layout: ResolvedLayout) -> str:
     return f"{job.global_batch} samples {sign} {parts}"
 
 
-def describe_length(job: Job) -> str:
+def describe_length(job: Job, total_samples: int) -> str:
     """The length of the run: "1,000 steps = 2.4 epochs of 26,667 samples"."""
-    epochs = job.total_samples / len(job.data)
+    epochs = total_samples / len(job.data)
     passes = f"{format_number(epochs)} {'epoch' if epochs == 1 else 'epochs'}"
     return f"{_count(job.total_steps, 'step', 'steps')} = {passes} of {_count(len(job.data), 'sample', 'samples')}"
 
@@ -140,7 +141,7 @@ def describe_state(state: StateBytes, *, short: bool = False) -> str:
 
 
 def head_rows(
-    job: Job,
+    course: Course,
     layout: ResolvedLayout,
     world: World,
     rate: ScaledRate,
@@ -153,16 +154,22 @@ def head_rows(
 
     `begins` says in a few words where the run begins.
     """
+    job = course.job
     processes = f"{_count(world.size, 'process', 'processes')} on {_count(world.num_nodes, 'node', 'nodes')}"
     backend = f", {world.backend}" if world.size > 1 else f", {world.device.type}"
     return [
         ("layout", str(layout), processes + backend),
         ("batch", describe_batch(job, layout), f"{num_tokens:,} tokens" if num_tokens else ""),
-        ("length", describe_length(job), ""),
+        ("length", describe_length(job, course.total_samples + course.shift), ""),
         ("lr", rate.reason, describe_schedule(job)),
         ("memory", describe_state(state) + " per process", ""),
         ("run", str(path), begins),
     ]
+
+
+def name_job(job: Job, origin: Origin) -> str:
+    """The job's own name, else its file's."""
+    return job.name or (origin.job_file.stem if origin.job_file else "job")
 
 
 def title(job: Job, model: nn.Module, origin: Origin) -> str:
@@ -170,7 +177,7 @@ def title(job: Job, model: nn.Module, origin: Origin) -> str:
     total = sum(each.numel() for each in model.parameters())
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     size = f"{format_count(total)} parameters" + (f", {format_count(trained)} trained" if trained != total else "")
-    return " · ".join(part for part in (job.name or "job", size, str(origin.job_file or "")) if part)
+    return " · ".join(part for part in (name_job(job, origin), size, str(origin.job_file or "")) if part)
 
 
 def _count(number: int, one: str, many: str) -> str:

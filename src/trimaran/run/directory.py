@@ -46,6 +46,8 @@ except ImportError:  # Windows has no flock; WSL does
     fcntl = None  # type: ignore[assignment]
 
 LOCK_FILE = "lock"
+_OF_TRACKERS = ("tensorboard", "wandb")
+"""Folders that trackers make in a run's directory, perhaps before the run is recorded."""
 _FILES = {StepRecord: METRICS_FILE, TimingRecord: TIMING_FILE, EventRecord: EVENTS_FILE}
 
 
@@ -88,20 +90,21 @@ class RunDirectory:
             raise
         return cls(path, lock, epoch)
 
-    def read_started(self, identity: Mapping[str, Any]) -> RunRecord | None:
+    def read_started(self, identity: Mapping[str, Any], name: str = "") -> RunRecord | None:
         """The record of the run that was started here; None where none was.
 
-        Raises RunError where it was another job's, naming what differs from `identity`.
+        Raises RunError where it was another job's, naming what differs from `identity`, and the job's name.
         """
         if not (self.path / RUN_FILE).exists():
             return None
         there = read_run(self.path / RUN_FILE)
         difference = find_difference(there.identity, identity)
         if difference is not None:
-            name, theirs, ours = difference
-            name = name.removeprefix("arguments.")
+            key, theirs, ours = difference
+            key = key.removeprefix("arguments.")
+            jobs = f" It is a run of {there.name}, and this is {name}." if name and name != there.name else ""
             raise RunError(
-                f"{self.path} was started with {name}={theirs}; this command has {name}={ours}.",
+                f"{self.path} was started with {key}={theirs}; this command has {key}={ours}.{jobs}",
                 "A run keeps its job.",
                 f"Start a new one (another --run), give the arguments it was started with, or continue it changed, in "
                 f"another directory: --fork {self.path}.",
@@ -121,10 +124,15 @@ class RunDirectory:
         return cut_back(self.path / METRICS_FILE, step)
 
     def confirm(self) -> None:
-        """Flushes the records to disk, and raises RunError where this owner was replaced. Any thread may call it."""
+        """Flushes the records to disk. Any thread may call it.
+
+        Raises RunError where this owner was replaced, or where the records were removed under it.
+        """
         self._check_owner()
-        for file in list(self._files.values()):
+        for kind, file in list(self._files.items()):
             os.fsync(file.fileno())
+            self._check_there(self.path / _FILES[kind], os.fstat(file.fileno()))
+        self._check_there(self.path / RUN_FILE)
 
     def write_run(self, record: RunRecord) -> None:
         """Writes run.json; from here on the directory belongs to this job."""
@@ -176,6 +184,18 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
+    def _check_there(self, path: Path, about: os.stat_result | None = None) -> None:
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            found = None
+        if found is None or (about is not None and not os.path.samestat(found, about)):
+            raise RunError(
+                f"{path} was removed or replaced while this process was writing to it.",
+                "A run keeps its records in its directory.",
+                "Leave a running run's directory alone. Start again: the run continues from its last checkpoint.",
+            )
+
     def _check_owner(self) -> None:
         epoch = read_owner(self.path).epoch
         if epoch == 0:
@@ -210,7 +230,7 @@ def find_differences(
 
 
 def _refuse_foreign(path: Path) -> None:
-    known = {LOCK_FILE, OWNER_FILE, f"{OWNER_FILE}.tmp", DRILLS_FOLDER}
+    known = {LOCK_FILE, *(f"{name}.tmp" for name in (OWNER_FILE, RUN_FILE)), OWNER_FILE, DRILLS_FOLDER, *_OF_TRACKERS}
     names = {entry.name for entry in path.iterdir()}
     if RUN_FILE not in names and names - known:
         raise RunError(

@@ -65,7 +65,9 @@ def finish_run(
     if not run.stop_reason:
         _compare_and_sample(run, console, path)
     if run.stopped and run.newest_checkpoint:
-        console.line("next     the same command continues the run")
+        console.line(f"next     the same command continues the run, with --run {directory.path}")
+    elif run.stopped:
+        console.line("next     nothing was saved to continue from (--save-every never): the same command begins again")
     else:
         console.line(f"next     {_describe_next(run, directory.path)}")
 

@@ -305,6 +305,7 @@ class Run:
         per_second = 1.0 / self._seconds_per_step
         flops = self._rates.flops_per_sample * self.job.global_batch * per_second
         peak = self._rates.peak_flops_per_second
+        mfu = flops / (peak * self._world.size) if peak and flops else 0.0
         return Progress(
             step=record.step,
             total_steps=self.job.total_steps,
@@ -314,7 +315,7 @@ class Run:
             skipped=record.skipped,
             rate=(decision.num_tokens or self.job.global_batch) * per_second,
             rate_unit="tok/s" if decision.num_tokens else "samples/s",
-            mfu=flops / (peak * self._world.size) if peak and flops else None,
+            mfu=mfu if 0 < mfu <= 1 else None,  # more than all: the peak was measured on a busy machine
             memory_bytes=memory_bytes(self._world.device),
             eta_seconds=(self.job.total_steps - record.step) * self._seconds_per_step,
         )

@@ -50,6 +50,12 @@ class Source:
     def step(self) -> int | None:
         return split_step(self.text)[1]
 
+    def is_that_of(self, origin: Mapping[str, Any]) -> bool:
+        """Whether this is what a run was started with, however its path is spelled."""
+        theirs = Source(origin["way"], origin["text"])
+        same_run = self.run.resolve() == theirs.run.resolve()
+        return (self.way, self.step) == (theirs.way, theirs.step) and (same_run or self.text == theirs.text)
+
     @property
     def flag(self) -> str:
         """What the user wrote, or would write: "--fork runs/a@30"."""
@@ -77,10 +83,11 @@ class Beginning:
         """Samples that are behind it."""
         return self.checkpoint.state.position if self.checkpoint is not None and self.way != "from" else 0
 
-    def describe(self) -> str:
-        """A few words for the head: "continues at step 30"."""
+    def describe(self, total_steps: int) -> str:
+        """A few words for the head: "continues after step 30"."""
         if self.way == "resumed":
-            return f"continues after step {self.step}"
+            is_over = self.step >= total_steps
+            return f"finished before, at step {self.step}" if is_over else f"continues after step {self.step}"
         if self.way == "again":
             return "started before, and never saved: begins again"
         return f"new, {self.origin['flag']}" if self.origin else "new"
@@ -95,15 +102,20 @@ class Beginning:
 
 
 def find_beginning(
-    world: World, directory: RunDirectory | None, path: Path, identity: Mapping[str, Any], source: Source | None
+    world: World,
+    directory: RunDirectory | None,
+    path: Path,
+    name: str,
+    identity: Mapping[str, Any],
+    source: Source | None,
 ) -> Beginning:
-    """Decides how the run at `path` begins. Every rank must call it; `directory` is rank 0's.
+    """Decides how the run at `path`, of the job `name`, begins. Every rank must call it; `directory` is rank 0's.
 
     A run that was started here continues from its newest checkpoint that counts and is whole, whose bytes the ranks
     verify together. Raises RunError for another job's run, for checkpoints of which none can be used, and for a
     `source` that has none.
     """
-    told = on_first_rank(world, partial(_look, directory, path, identity, source))
+    told = on_first_rank(world, partial(_look, directory, path, name, identity, source))
     seen = _Seen(**json.loads(world.gather_text(json.dumps(asdict(told) if told else None))[0]))
     begins = Beginning(seen.way, seen.run_id, seen.epoch, origin=seen.origin)
     if seen.way == "new":
@@ -141,30 +153,57 @@ def restore(beginning: Beginning, engine: Engine, names: StateNames) -> None:
 def take_over(directory: RunDirectory, beginning: Beginning) -> list[str]:
     """Makes the run's records end where it begins, and clears what killed saves left. On rank 0, before step 1.
 
-    Returns a line where steps that are behind it are not in its records: they were removed, or the disk lost them.
+    Returns what there is to say of it: what was cleared, and how many steps that are behind it are not in its records,
+    because they were removed or the disk lost them.
     """
     num_recorded = directory.take_over(beginning.step)
     folder = directory.path / CHECKPOINTS_FOLDER
-    if folder.is_dir():
-        discard_leftovers(folder)
+    cleared = discard_leftovers(folder) if folder.is_dir() else []
+    lines = [f"cleared  {name}, which was never whole or half deleted" for name in cleared]
     is_fork = beginning.origin.get("way") == "forked"
     num_made = beginning.step - (beginning.origin["step"] if is_fork else 0)
     if num_recorded == num_made:
-        return []
-    return [f"records  {METRICS_FILE} holds {num_recorded} of the {num_made} steps that are behind this run"]
+        return lines
+    return [*lines, f"records  {METRICS_FILE} holds {num_recorded} of the {num_made} steps that are behind this run"]
 
 
-def remaining_job(job: Job, beginning: Beginning) -> tuple[Job, int]:
-    """The job with the steps that are left to it, and by how many samples its order is shifted.
+@dataclass(frozen=True)
+class Course:
+    """The job with the steps that a run takes in all, and where its samples lie in the one order.
 
-    Both matter only where a fork changed the global batch: what is behind it was counted in other batches. A length
-    in epochs then becomes the steps that its samples still take.
+    Step k, from 0, takes the positions from k · global_batch + `shift` on; `total_samples` are counted without the
+    shift, which is not 0 only where a fork changed the global batch: what is behind it was counted in other batches.
+    """
+
+    job: Job
+    shift: int
+    total_samples: int
+
+    def position_after(self, step: int) -> int:
+        """Samples that are behind the run after so many steps."""
+        return min(step * self.job.global_batch, self.total_samples) + self.shift
+
+
+def plot_course(job: Job, beginning: Beginning, engine: Engine) -> Course:
+    """The way that is left from a beginning. A length in epochs becomes the steps that its samples still take.
+
+    The engine's schedule follows. Raises RunError for a fork that has no step left.
     """
     shift = beginning.position - beginning.step * job.global_batch
-    if shift == 0 or job.steps is not None:
-        return job, shift
-    left = max(0, job.total_samples - beginning.position)
-    return job.with_overrides(steps=beginning.step - (-left // job.global_batch), seed=None, global_batch=None), shift
+    course = Course(job, shift, job.total_samples)
+    if shift and job.steps is None:
+        total_samples = max(job.total_samples - shift, beginning.step * job.global_batch)
+        num_steps = -(-total_samples // job.global_batch)
+        job = job.with_overrides(steps=num_steps, seed=None, global_batch=None)
+        course = Course(job, shift, total_samples)
+        engine.lr_factor = job.schedule.resolve(total_steps=num_steps, steps_per_epoch=job.steps_per_epoch)
+    if beginning.way == "forked" and beginning.step >= job.total_steps:
+        raise RunError(
+            f"{beginning.origin['flag']} begins after step {beginning.step}, and the job has {job.total_steps}.",
+            "A fork goes on with the count of steps of the run it begins from.",
+            "Give more --steps (or epochs), or fork from an earlier step.",
+        )
+    return course
 
 
 @dataclass(frozen=True)
@@ -181,9 +220,11 @@ class _Seen:
     steps: Sequence[int] = ()
 
 
-def _look(directory: RunDirectory | None, path: Path, identity: Mapping[str, Any], source: Source | None) -> _Seen:
+def _look(
+    directory: RunDirectory | None, path: Path, name: str, identity: Mapping[str, Any], source: Source | None
+) -> _Seen:
     assert directory is not None
-    started = directory.read_started(identity)
+    started = directory.read_started(identity, name)
     if started is not None:
         _check_source(path, started.origin, source)
         lineage = Lineage.read(path)
@@ -268,7 +309,7 @@ def _check_trained(model: nn.Module, trained: Sequence[str]) -> None:
 
 
 def _check_source(path: Path, origin: Mapping[str, Any], source: Source | None) -> None:
-    if source is None or (origin and source.flag == origin["flag"]):
+    if source is None or (origin and source.is_that_of(origin)):
         return
     before = f"with {origin['flag']}" if origin else "anew"
     raise RunError(

@@ -33,7 +33,7 @@ from trimaran.records import CHECKPOINTS_FOLDER, METRICS_FILE, StateRecord, read
 from trimaran.run.console import Console
 from trimaran.run.decide import Decision, StopRequest
 from trimaran.run.directory import RunDirectory
-from trimaran.run.resume import Beginning
+from trimaran.run.resume import Beginning, Course
 from trimaran.units import Duration, format_bytes, format_seconds
 from trimaran.world.groups import World
 
@@ -72,7 +72,7 @@ class Saving:
     def __init__(
         self,
         *,
-        job: Job,
+        course: Course,
         options: RunOptions,
         layout: str,
         world: World,
@@ -83,11 +83,11 @@ class Saving:
         console: Console,
         phases: Phases,
         beginning: Beginning,
-        shift: int,
         request: StopRequest,
     ) -> None:
+        job = course.job
         _check_best(options, job)
-        self._job = job
+        self._course = course
         self._layout = layout
         self._engine = engine
         self._names = names
@@ -96,7 +96,6 @@ class Saving:
         self._console = console
         self._phases = phases
         self._request = request
-        self._shift = shift
         self._times = SaveTimes.of(options, job)
         self._kept_steps = retention_of(options, job).every
         self._never = self._times.seconds is None and self._times.steps is None and self._kept_steps is None
@@ -226,7 +225,7 @@ class Saving:
         scale = self._engine.loss_scale
         return StateRecord(
             step=step,
-            position=min(step * self._job.global_batch, self._job.total_samples) + self._shift,
+            position=self._course.position_after(step),
             num_updates=self._engine.num_updates,
             loss_scale=None if scale is None else {"value": scale.value, "good_steps": scale.good_steps},
             optimizer=state.optimizer,

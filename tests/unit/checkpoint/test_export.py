@@ -306,6 +306,12 @@ def test_what_cannot_be_meant(words: dict[str, Any], expected: str, run: Path, t
     assert os.listdir(tmp_path) == ["run"]
 
 
+def test_the_checkpoints_of_a_run_are_no_place_for_it(run: Path) -> None:
+    for name in ("step-00000009", "model.safetensors"):
+        with pytest.raises(UsageError, match=f"{name} lies among the checkpoints of a run"):
+            export_weights(run, run / "checkpoints" / name)
+
+
 def test_hugging_face_needs_a_folder(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"Name a folder, such as .*/out\.$"):
         export_weights(run, tmp_path / "out.safetensors", hf=True)

@@ -49,7 +49,8 @@ def test_the_batch_arithmetic(layout: str, world_size: int, said: str) -> None:
     ],
 )
 def test_the_length(changes: dict[str, Any], said: str) -> None:
-    assert describe_length(job(**changes)) == said
+    described = job(**changes)
+    assert describe_length(described, described.total_samples) == said
 
 
 def test_the_memory() -> None:

@@ -116,11 +116,38 @@ def test_another_jobs_directory_is_refused_with_the_difference(tmp_path: Path) -
     directory.close()
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json"])
+@pytest.mark.parametrize("put_back", [False, True])
+def test_records_that_were_removed_are_missed(tmp_path: Path, name: str, put_back: bool) -> None:
+    directory = RunDirectory.open(tmp_path / "a")
+    directory.write_run(record({}))
+    directory.append(step(1))
+    directory.confirm()
+    text = (directory.path / name).read_text()
+    (directory.path / name).rename(tmp_path / "away")
+    if put_back:
+        (directory.path / name).write_text(text)
+    if put_back and name == "run.json":
+        directory.confirm()  # it is closed between writes, so another of that name is as good
+    else:
+        with pytest.raises(RunError, match=f"{name} was removed or replaced while this process was writing to it"):
+            directory.confirm()
+    directory.close()
+
+
+def test_what_a_killed_start_leaves_is_no_foreign_file(tmp_path: Path) -> None:
+    for name in ("run.json.tmp", "owner.json.tmp"):
+        (tmp_path / name).write_text("{")
+    for name in ("tensorboard", "wandb", "drills"):
+        (tmp_path / name).mkdir()
+    RunDirectory.open(tmp_path).close()
+
+
 def test_a_damaged_record_refuses_the_directory(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     directory = RunDirectory.open(tmp_path)
     with pytest.raises(RunError, match=r"run\.json cannot be read"):
-        directory.read_started({})
+        directory.read_started({}, "a")
     directory.close()
 
 
