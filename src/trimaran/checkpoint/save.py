@@ -10,33 +10,46 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trimaran.errors import CheckpointError
 
 
-def save_weights(model: nn.Module, path: Path) -> None:
-    """Writes parameters and persistent buffers; what is tied once, by its first name, as `save_pretrained` does."""
+def save_weights(model: nn.Module, path: Path | None) -> None:
+    """Writes parameters and persistent buffers; what is tied once, by its first name, as `save_pretrained` does.
+
+    Where they are cut every rank must call it; `path` is None on those that give their parts and write nothing.
+    """
     tensors: dict[str, Tensor] = {}
     written: set[tuple[object, ...]] = set()
     memories: set[int] = set()
     for name, each in model.state_dict().items():
-        place = (each.data_ptr(), each.shape, each.stride(), each.dtype)
-        memory = each.untyped_storage().data_ptr()
+        local = each.to_local() if isinstance(each, DTensor) else each
+        place = (local.data_ptr() if local.numel() else name, each.shape, each.stride(), each.dtype)
+        memory = local.untyped_storage().data_ptr()
         if each.numel() == 0 or place not in written:
+            whole = _gather(each)
             # A part of another tensor is written as one of its own: safetensors refuses what overlaps.
-            tensors[name] = each.detach().clone() if memory in memories else each.detach()
+            tensors[name] = whole.clone() if memory in memories else whole
         written.add(place)
         memories.add(memory)
     _write(tensors, path)
 
 
-def save_trained_weights(model: nn.Module, path: Path) -> None:
-    """Writes only the parameters that require a gradient: of an adapted model, the adapters."""
-    _write({name: each.detach() for name, each in model.named_parameters() if each.requires_grad}, path)
+def save_trained_weights(model: nn.Module, path: Path | None) -> None:
+    """Writes only the parameters that require a gradient: of an adapted model, the adapters. Called as the other."""
+    _write({name: _gather(each) for name, each in model.named_parameters() if each.requires_grad}, path)
 
 
-def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
+def _gather(tensor: Tensor) -> Tensor:
+    whole = tensor.detach()
+    return whole.full_tensor().cpu() if isinstance(whole, DTensor) else whole
+
+
+def _write(tensors: Mapping[str, Tensor], path: Path | None) -> None:
     """Raises CheckpointError where the file cannot be written; an older one is then as it was."""
+    if path is None:
+        return
     for name, each in tensors.items():
         if each.dtype is torch.complex128:
             raise CheckpointError(

@@ -35,12 +35,20 @@ class StateNames:
     """Names the state of one model and its optimizer; to be made before the first step, and kept.
 
     Options of a parameter group that the optimizer itself has changed since are state; the others are the job's.
+    `updated` is what the optimizer holds, by name, where that is not the model's parameters but a rank's numbers of them.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        updated: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._parameters = dict(model.named_parameters())
+        self._updated = self._parameters if updated is None else updated
+        self._names = {parameter: name for name, parameter in self._updated.items()}
         self._options = [self._pack_options(group) for group in optimizer.param_groups]
 
     def collect(self) -> NamedState:
@@ -88,7 +96,9 @@ class StateNames:
                     "Optimizer state is saved by the names of the model's parameters.",
                     "Use an optimizer that keeps its state by parameter.",
                 )
-            packed = pack(dict(entries) if name is not None else entries, name or f"*{owner}", tensors)
+            if name is not None:
+                entries = {key: self._whole(name, value) for key, value in entries.items()}
+            packed = pack(entries, name or f"*{owner}", tensors)
             (parameters if name is not None else shared)[name or owner_key] = packed
         changed = []
         for group, before in zip(self._optimizer.param_groups, self._options, strict=True):
@@ -115,14 +125,16 @@ class StateNames:
                 "An optimizer's state belongs to that optimizer.",
                 "Keep the optimizer, or take the weights alone with --from.",
             )
-        of_name = {name: parameter for parameter, name in self._names.items()}
         for name, packed in values["parameters"].items():
-            if name not in of_name:
+            if name not in self._updated:
                 continue  # of another pipeline stage; a model without it was refused by its weights
-            parameter = of_name[name]
-            group = next(each for each in optimizer.param_groups if any(one is parameter for one in each["params"]))
+            parameter, updated = self._parameters[name], self._updated[name]
+            group = next(each for each in optimizer.param_groups if any(one is updated for one in each["params"]))
             read = partial(_read_beside, reader, owner=name, parameter=parameter, group=group)
-            optimizer.state[parameter] = unpack(packed, read)
+            state = unpack(packed, read)
+            if updated is not parameter:
+                state = {key: _own_numbers(value) for key, value in state.items()}
+            optimizer.state[updated] = state
         for key, packed in values["shared"].items():
             shared_key: Any = key
             optimizer.state[shared_key] = unpack(packed, lambda name: reader.read(OPTIMIZER + name))
@@ -135,6 +147,21 @@ class StateNames:
                             continue
                         group[key] = unpack(packed, lambda name: reader.read(OPTIMIZER + name))
                     break
+
+    def _whole(self, name: str, value: Any) -> Any:
+        """A value of a parameter's state; this rank's numbers of it as what they are, a part of the whole."""
+        parameter, updated = self._parameters[name], self._updated[name]
+        if updated is parameter or not isinstance(value, Tensor) or value.shape != updated.shape:
+            return value
+        assert isinstance(parameter, DTensor)
+        return DTensor.from_local(
+            value,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
     def _pack_options(self, group: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Tensor]]]:
         """The group's options as JSON and tensors; what cannot be packed is the job's own (a function), never state."""
@@ -267,6 +294,10 @@ def _refuse_own_state(optimizer: torch.optim.Optimizer) -> None:
             "A checkpoint holds an optimizer's state by parameter, and what it changes in its groups.",
             "Keep it in state[parameter], in a group, or under a string in state.",
         )
+
+
+def _own_numbers(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _storage(tensor: Tensor) -> object:
