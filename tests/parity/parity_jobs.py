@@ -37,7 +37,8 @@ class Case:
 
     def __str__(self) -> str:
         cut = f"batch{self.global_batch}-dp{self.dp}-micro{self.micro_batch or 'whole'}"
-        return f"{self.model}-{self.optimizer}-{self.precision}-{cut}{'-own' if self.own_loss else ''}{self.layout and '-'}{self.layout.replace(' ', '-')}"
+        cut += f"-{self.layout.replace(' ', '-')}" if self.layout else ""
+        return f"{self.model}-{self.optimizer}-{self.precision}-{cut}{'-own' if self.own_loss else ''}"
 
 
 class Attention(nn.Module):

@@ -1,23 +1,15 @@
-"""ZeRO 1 to 3 and hybrid shards equal one process: gradients, norms, weights and optimizer state (invariants 4 to 7, 12)."""
+"""ZeRO 1 to 3 and hybrid shards equal one process: gradients, norms, weights, optimizer state (invariants 4-7, 12)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import pytest
-import torch
-from parity_engine import start
-from parity_jobs import Case, build_job
-from test_parity_steps import FP32, FP64, HALF, check
-from torch.distributed.tensor import DTensor
+from parity_engine import assert_close, engine_run
+from parity_jobs import Case
+from test_parity_steps import FP32, FP64, HALF, check, reference
 
-import trimaran as tm
-from parity_engine import assert_close, engine_run, whole
-from parity_plain import Trace
 from pool import Pool
-from test_parity_steps import reference
-from trimaran.errors import LayoutError
 
 STAGES = ("zero=1", "zero=2", "zero=3")
 LAYOUTS = [(2, stage) for stage in STAGES] + [(3, "zero=3")] + [(4, f"{stage} shard=2") for stage in STAGES]

@@ -35,7 +35,8 @@ class StateNames:
     """Names the state of one model and its optimizer; to be made before the first step, and kept.
 
     Options of a parameter group that the optimizer itself has changed since are state; the others are the job's.
-    `updated` is what the optimizer holds, by name, where that is not the model's parameters but a rank's numbers of them.
+    `updated` is what the optimizer holds, by name, where that is not the model's parameters but a rank's numbers of
+    them.
     """
 
     def __init__(

@@ -26,7 +26,9 @@ def counts_here(parameter: Tensor, world: World) -> bool:
     return all(getattr(world.place, axis) == 0 for axis in ("replicate", "shard", "tp") if axis not in cut)
 
 
-def global_norm(gradients: Sequence[Tensor], groups: Sequence[dist.ProcessGroup] = (), *, device: torch.device) -> Tensor:
+def global_norm(
+    gradients: Sequence[Tensor], groups: Sequence[dist.ProcessGroup] = (), *, device: torch.device
+) -> Tensor:
     """L2 norm over all gradients, as a float64 scalar on `device`; no host-device copy.
 
     Gradients, plain tensors, must already be summed over the data ranks. Where every rank holds all of them it is then

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-
 _LARGEST_ORDER = 2**20
 """So small that squares of it, summed over a thousand ranks, are exact in float64."""
 
@@ -82,9 +81,9 @@ class Shards:
 
 
 def apply_shards(model: nn.Module, mesh: DeviceMesh, *, stage: int, blocks: Mapping[str, nn.Module]) -> Shards:
-    """Cuts the model's parameters along their first dim over `mesh`, in place; its last axis shards, one before it replicates.
+    """Cuts the model's parameters along their first dim over `mesh`, in place.
 
-    Every rank must call it, with the same weights in place. Gradients become sums over all ranks of the mesh. Blocks
+    The mesh's last axis shards; one before it replicates. Every rank must call it, with the same weights in place. Gradients become sums over all ranks of the mesh. Blocks
     that share a parameter with anything else are left to the last group, that of the rest.
     """
     uncut = {each for each in model.parameters() if each.ndim == 0 or not each.is_floating_point()}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from trimaran.batch import MicroBatch, RankBatch
 from trimaran.engine.buffers import RunningBuffers, unchanged_buffers
-from trimaran.engine.measure import evaluation_mode, measure, read_means
 from trimaran.engine.local import local_tensor
+from trimaran.engine.measure import evaluation_mode, measure, read_means
 from trimaran.engine.norm import clip_coefficient, counts_here, global_norm
 from trimaran.engine.precision import LossScale, forward_context, parameter_dtype, upcast_output
 from trimaran.engine.replicas import Replicas, refuse_sparse
@@ -287,7 +287,7 @@ class Engine:
         if squares * self._data_group.size() != total**2:
             raise JobError(
                 f"the ranks used the model's blocks in different orders in step {index + 1}.",
-                "Where parameters are sharded all ranks gather a block's together: weights of different blocks got mixed.",
+                "Where parameters are sharded all ranks gather a block's together: those of different blocks got mixed.",
                 "Give blocks= a pattern for parts that every sample uses, or leave zero out.",
             )
 

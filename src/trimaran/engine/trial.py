@@ -31,8 +31,9 @@ class Trial:
 def try_micro_batch(engine: Engine, micro_batch: MicroBatch, inputs: Mapping[str, str]) -> Trial:
     """Runs forward and backward once and leaves no trace: weights, buffers and torch's generators are as before.
 
-    To be called before the first step, since it leaves no gradient. Each rank tries its own
-    micro-batch; where parameters are sharded every rank must call it, else it is free of collectives. Raises JobError, LossError or NumericsError for what would fail later.
+    To be called before the first step, since it leaves no gradient. Each rank tries its own micro-batch; where
+    parameters are sharded every rank must call it, else it is free of collectives. Raises JobError, LossError or
+    NumericsError for what would fail later.
     """
     _check_keys(inputs, micro_batch)
     devices = [engine.world.device] if engine.world.device.type == "cuda" else []

@@ -20,8 +20,8 @@ from trimaran.layout import Layout, ResolvedLayout
 from trimaran.options import RunOptions
 from trimaran.phases import Phases
 from trimaran.records import RunRecord
-from trimaran.run.audit import audit_replicas
 from trimaran.run.agree import agree_on_job, agree_on_weights, on_first_rank
+from trimaran.run.audit import audit_replicas
 from trimaran.run.checked import describe_unchecked
 from trimaran.run.console import Console
 from trimaran.run.decide import StopRequest, stop_on_signals

@@ -24,7 +24,9 @@ def audit_replicas(world: World, names: StateNames, step: int) -> None:
         name: (digest(local_part(tensor)[0]), holders(sharded_axes(tensor)))
         for name, tensor in names.collect().tensors.items()
     }
-    told = [json.loads(text) for text in world.gather_text(json.dumps({name: each for name, (each, _) in found.items()}))]
+    told = [
+        json.loads(text) for text in world.gather_text(json.dumps({name: each for name, (each, _) in found.items()}))
+    ]
     difference = ""
     for name, (_, ranks) in found.items():
         counts = Counter(told[rank][name] for rank in ranks)
@@ -38,6 +40,6 @@ def audit_replicas(world: World, names: StateNames, step: int) -> None:
         raise NumericsError(
             f"{first} after step {step}.",
             "What ranks hold in common is bit-equal on all of them.",
-            "Start again: the run continues from its last checkpoint. Where it happens again, suspect that rank's memory "
-            "or links, or a model that draws from a generator of its own.",
+            "Start again: the run continues from its last checkpoint. Where it happens again, suspect that rank's "
+            "memory or links, or a model that draws from a generator of its own.",
         )

@@ -46,7 +46,7 @@ class World:
     saving: dist.ProcessGroup | None
     """A CPU group over all ranks for a background thread that saves; its waits are long, as writing may be."""
     shards: DeviceMesh | None = None
-    """The data ranks where they shard: the axis "shard", and before it "replicate" where there is more than one group."""
+    """The data ranks where they shard: the axis "shard", before it "replicate" where there are several groups."""
 
     @property
     def leads_data_rank(self) -> bool:

@@ -135,7 +135,9 @@ def test_three_updates_are_those_of_the_plain_optimizer(name: str, dtype: torch.
             assert mine.grad is not None
             mine.grad.copy_(theirs.grad)
         gradients = [each.grad for each in actual if each.grad is not None]
-        apply_update(optimizer, gradients, global_norm(gradients, device=CPU), torch.tensor(factor, dtype=torch.float64))
+        apply_update(
+            optimizer, gradients, global_norm(gradients, device=CPU), torch.tensor(factor, dtype=torch.float64)
+        )
         for theirs in expected:
             theirs.grad = theirs.grad * factor
         expected_optimizer.step()
