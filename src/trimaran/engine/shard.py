@@ -83,8 +83,9 @@ class Shards:
 def apply_shards(model: nn.Module, mesh: DeviceMesh, *, stage: int, blocks: Mapping[str, nn.Module]) -> Shards:
     """Cuts the model's parameters along their first dim over `mesh`, in place.
 
-    The mesh's last axis shards; one before it replicates. Every rank must call it, with the same weights in place. Gradients become sums over all ranks of the mesh. Blocks
-    that share a parameter with anything else are left to the last group, that of the rest.
+    The mesh's last axis shards; one before it replicates. Every rank must call it, with the same weights in place.
+    Gradients become sums over all ranks of the mesh. Blocks that share a parameter with anything else are left to the
+    last group, that of the rest.
     """
     uncut = {each for each in model.parameters() if each.ndim == 0 or not each.is_floating_point()}
     for parameter in model.parameters():

@@ -287,7 +287,7 @@ class Engine:
         if squares * self._data_group.size() != total**2:
             raise JobError(
                 f"the ranks used the model's blocks in different orders in step {index + 1}.",
-                "Where parameters are sharded all ranks gather a block's together: those of different blocks got mixed.",
+                "Where parameters are sharded all ranks gather a block's together: those of different ones got mixed.",
                 "Give blocks= a pattern for parts that every sample uses, or leave zero out.",
             )
 
