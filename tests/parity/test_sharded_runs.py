@@ -194,7 +194,7 @@ def refusal(layout: str, changes: dict[str, object]) -> str:
             "shard=3 with dp=4.\nData ranks shard in groups of equal size, of two ranks at least. ",
         ),
         (2, "zero=2 shard=1", {}, "shard=1 with dp=2."),
-        (2, "zero=3", {"optimizer": tm.optim.reference("torch.optim.Adafactor", lr=1e-3)}, "Adafactor with zero=3."),
+        (2, "zero=3", {"optimizer": tm.optim.by_reference(torch.optim.Adafactor, lr=1e-3)}, "Adafactor with zero=3."),
         (2, "zero=3", {"blocks": "layers.*"}, "blocks='layers.*' names no module of Stack."),
         (1, "compile=true", {"model": lambda: nn.Linear(2, 2)}, "compile=true, and Linear has no blocks."),
     ],
