@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimaran.checkpoint.state import find_ties
 from trimaran.errors import CheckpointError
 
 
@@ -21,18 +22,15 @@ def save_weights(model: nn.Module, path: Path | None) -> None:
     Where they are cut every rank must call it; `path` is None on those that give their parts and write nothing.
     """
     tensors: dict[str, Tensor] = {}
-    written: set[tuple[object, ...]] = set()
     memories: set[int] = set()
-    for name, each in model.state_dict().items():
-        local = each.to_local() if isinstance(each, DTensor) else each
-        place = (local.data_ptr() if local.numel() else name, each.shape, each.stride(), each.dtype)
-        memory = local.untyped_storage().data_ptr()
-        if each.numel() == 0 or place not in written:
-            whole = _gather(each)
+    state = model.state_dict()
+    for name, first in find_ties(model, state).items():
+        if name == first:
+            whole = _gather(state[name])
+            memory = whole.untyped_storage().data_ptr()
             # A part of another tensor is written as one of its own: safetensors refuses what overlaps.
             tensors[name] = whole.clone() if memory in memories else whole
-        written.add(place)
-        memories.add(memory)
+            memories.add(memory)
     _write(tensors, path)
 
 
@@ -42,8 +40,7 @@ def save_trained_weights(model: nn.Module, path: Path | None) -> None:
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    whole = tensor.detach()
-    return whole.full_tensor().cpu() if isinstance(whole, DTensor) else whole
+    return tensor.full_tensor().detach().cpu() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path | None) -> None:

@@ -94,7 +94,8 @@ class Engine:
         self.updated = updated
         """Name -> what the optimizer holds of a parameter: itself, or this rank's numbers of it, in the same memory."""
         self._updated = [updated[name] for name in trained]
-        self._counted = [counts_here(parameter, world) for parameter in self._parameters]
+        # Without shards every rank counts all: it holds all of the sum, and asks nobody.
+        self._counted = [shards is None or counts_here(parameter, world) for parameter in self._parameters]
         self._shards = shards
         whole = self._parameters if shards is None else [each for each in self._parameters if each in shards.uncut]
         self._replicas = Replicas(whole, self._data_group) if self._data_group is not None and whole else None
@@ -134,9 +135,9 @@ class Engine:
         loss_sum = torch.zeros((), dtype=self._sum_dtype, device=self.world.device)
         for index, micro_batch in enumerate(batch.micro_batches):
             is_last = index == len(batch.micro_batches) - 1
-            for sums in (self._replicas, self._shards):
-                if sums is not None:
-                    sums.begin_micro_batch(last=is_last)
+            for part in (self._replicas, self._shards):
+                if part is not None:
+                    part.begin_micro_batch(last=is_last)
             loss_sum += self._run_micro_batch(batch.index, micro_batch, 0.0 if micro_batch.weightless else factor)
         loss_sum /= scale
         with self.phases("synchronize"):
