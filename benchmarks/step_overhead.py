@@ -171,13 +171,13 @@ def loss_difference(losses: Mapping[str, Sequence[float]]) -> float:
     return math.inf if any(math.isnan(each) for each in differences) else max(differences)
 
 
-def print_table(outcomes: Sequence[Outcome]) -> None:
+def print_table(outcomes: Sequence[Outcome], *, wanted: float = WANTED_RATIO) -> None:
     """One line for each cell; "!" marks what misses its aim."""
     table = Table(
         "cell", "against", "engine ms", "theirs ms", "ratio", "95 %", "engine MiB", "theirs MiB", "loss differs"
     )
     for each in outcomes:
-        slower = "" if each.ratio >= WANTED_RATIO else " !"
+        slower = "" if each.ratio >= wanted else " !"
         larger = " !" if each.peak_bytes[ENGINE] > each.smallest_rival_bytes * (1 + MEMORY_TOLERANCE) else ""
         table.add_row(
             str(each.cell),

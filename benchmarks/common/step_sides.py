@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import trimaran as tm
@@ -27,7 +30,7 @@ from trimaran.world.groups import World, join_default_group, open_world
 
 NUM_BATCHES = 8
 LR, WEIGHT_DECAY, CLIP, SEED = 3e-4, 0.1, 1.0, 0
-ENGINE, PLAIN, DDP, DDP_VIEWS = "engine", "plain loop", "DDP", "DDP, bucket views"
+ENGINE, PLAIN, DDP, DDP_VIEWS, FSDP = "engine", "plain loop", "DDP", "DDP, bucket views", "FSDP2"
 
 Batch = Mapping[str, Tensor]
 
@@ -101,12 +104,16 @@ class Cell:
     num_procs: int
     num_threads: int
     accumulation: int
+    zero: int = 0
 
     def __str__(self) -> str:
-        return f"{self.workload} {self.precision} {self.num_procs}x{self.num_threads} acc{self.accumulation}"
+        stage = f" zero{self.zero}" if self.zero else ""
+        return f"{self.workload} {self.precision} {self.num_procs}x{self.num_threads} acc{self.accumulation}{stage}"
 
     @property
     def rivals(self) -> list[str]:
+        if self.zero:
+            return [FSDP]
         return [PLAIN] if self.num_procs == 1 else [DDP, DDP_VIEWS]
 
 
@@ -164,7 +171,10 @@ class HandWrittenSide:
         torch.manual_seed(SEED)
         self._model = model = self._workload.model()
         self._ddp: DistributedDataParallel | None = None
-        if cell.num_procs > 1:
+        self._zero = cell.zero
+        if cell.zero:
+            self._model = shard_by_hand(model, cell)
+        elif cell.num_procs > 1:
             self._model = self._ddp = DistributedDataParallel(
                 model, forward_sync_buffers=False, gradient_as_bucket_view=name == DDP_VIEWS
             )
@@ -182,12 +192,17 @@ class HandWrittenSide:
         loss_sum = torch.zeros(())
         for position, micro_batch in enumerate(micro_batches):
             last = position == len(micro_batches) - 1
+            if isinstance(self._model, FSDPModule):
+                self._model.set_requires_gradient_sync(last or self._zero > 1)
+                self._model.set_reshard_after_backward(last or self._zero == 3)
             with self._ddp.no_sync() if self._ddp is not None and not last else nullcontext():
                 loss_sum += self._run(micro_batch.tensors)
         work = None
-        if self._ddp is not None:
+        if self._num_procs > 1:
             work = dist.all_reduce(loss_sum, async_op=True)
         norm = nn.utils.clip_grad_norm_(self._parameters, CLIP, foreach=True)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         self._optimizer.step()
         return self._report(loss_sum, norm, work)
 
@@ -208,10 +223,19 @@ class HandWrittenSide:
         return loss.item() / self._num_procs, norm.item()
 
 
+def shard_by_hand(model: nn.Module, cell: Cell) -> nn.Module:
+    """As torch's tutorial has it: each layer, then the rest."""
+    mesh = init_device_mesh("cpu", (cell.num_procs,))
+    blocks = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=cell.zero == 3)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
 def build_sides(cell: Cell, rank: int, store: str, names: Sequence[str]) -> dict[str, Side]:
     """The named sides, ready to step, in one of the processes of a cell. Every rank must call it."""
     torch.set_num_threads(cell.num_threads)
-    layout = tm.Layout(precision=cell.precision).resolve(  # type: ignore[arg-type]
+    layout = tm.Layout(precision=cell.precision, zero=cell.zero).resolve(  # type: ignore[arg-type]
         world_size=cell.num_procs, global_batch=WORKLOADS[cell.workload].global_batch
     )
     world = _open_world(cell, rank, store, layout)

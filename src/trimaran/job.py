@@ -151,10 +151,13 @@ class Job:
     name: str = ""
     """Short name of the run; the command line takes the job file's."""
     sample: Callable[[nn.Module], str] | None = None
-    """Called with the trained model on its device, on rank 0: what is printed at the end, such as generated text."""
+    """Called with the trained model on its device: what is printed at the end, such as generated text. On rank 0, and
+    where the model is cut over ranks on all of them, under the same seed."""
     baselines: Mapping[str, Callable[[], Mapping[str, float]]] = field(default_factory=dict)
     """Name -> the figures ("loss", or a metric's name) of something simple on the same data, printed beside ours."""
     blocks: str | None = None
+    """The model's repeated parts, which are sharded, recomputed and compiled one by one, as a glob over module names,
+    such as "layers.*"; None takes the entries of its ModuleLists."""
     chain: Sequence[str] | None = None
     tp_plan: Mapping[str, Any] | None = None
 

@@ -51,6 +51,12 @@ class Layout:
                     f"Known: {', '.join(get_args(kind))}.",
                     _nearest(str(getattr(self, name)), get_args(kind)),
                 )
+        if self.shard is not None and self.zero == 0:
+            raise LayoutError(
+                f"shard={self.shard} with zero=0.",
+                "shard is the number of ranks that share what zero cuts.",
+                "Give zero=1, 2 or 3, or leave shard out.",
+            )
         self._refuse_what_is_not_built()
 
     def _refuse_what_is_not_built(self) -> None:
@@ -98,21 +104,41 @@ class Layout:
                 f"Start {dp * model_ranks} processes (--procs {dp * model_ranks})"
                 + (", or leave dp out: it fills the world." if world_size % model_ranks == 0 else "."),
             )
+        shard = self._resolve_shard(dp)
         largest_share = math.ceil(global_batch / dp)
         micro_batch = self.micro_batch if self.micro_batch is not None else largest_share
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return ResolvedLayout(**values | {"dp": dp, "micro_batch": min(micro_batch, largest_share)})
+        return ResolvedLayout(**values | {"dp": dp, "shard": shard, "micro_batch": min(micro_batch, largest_share)})
+
+    def _resolve_shard(self, dp: int) -> int | None:
+        if self.zero == 0:
+            return None
+        if dp == 1:
+            raise LayoutError(
+                f"zero={self.zero} with dp=1.",
+                "zero cuts the state over the data ranks, and there is one.",
+                "Leave zero out, or start more processes (--procs).",
+            )
+        shard = dp if self.shard is None else self.shard
+        if shard == 1 or dp % shard:
+            fitting = [str(each) for each in range(2, dp + 1) if dp % each == 0]
+            raise LayoutError(
+                f"shard={shard} with dp={dp}.",
+                "Data ranks shard in groups of equal size, of two ranks at least.",
+                f"Give one of {', '.join(fitting)}, or leave shard out: all of dp.",
+            )
+        return shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedLayout(Layout):
-    """A layout that fits its world: nothing in it is left out."""
+    """A layout that fits its world: nothing in it is left out; `shard` is None where nothing is sharded."""
 
     dp: int
     micro_batch: int
 
 
-_BUILT = ("dp", "micro_batch", "precision")
+_BUILT = ("dp", "zero", "shard", "micro_batch", "precision", "recompute", "compile")
 _KNOWN = f"A layout's axes are: {', '.join(item.name for item in fields(Layout))}."
 
 

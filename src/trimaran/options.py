@@ -37,6 +37,8 @@ class RunOptions:
     """Save at every multiple of this too, as "1000steps" or "1epoch", and keep these checkpoints for good."""
     keep_best: str | None = None
     """Save after each best evaluation, and keep that checkpoint: "loss", or a metric as "accuracy:max"."""
+    audit_every: int | None = None
+    """Every so many steps compare what ranks hold in common, bit for bit; a difference ends the run and is named."""
     drill: tuple[str, ...] = ()
     """Rehearse a fault, as "kill rank=1 step=7 phase=save:before-manifest"; each fires once in a run."""
 
@@ -63,6 +65,8 @@ class RunOptions:
         self._check_saving()
         if self.log_every < 1:
             raise UsageError(f"log_every={self.log_every}.", "It counts steps.", "Give 1 or more.")
+        if self.audit_every is not None and self.audit_every < 1:
+            raise UsageError(f"audit_every={self.audit_every}.", "It counts steps.", "Give 1 or more, or leave it out.")
         every = self.evaluation_interval
         if every is not None and every.seconds is not None:
             raise UsageError(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from parity_jobs import Case, build_job
 from parity_plain import FP16_SCALE, Trace, optimizer_state
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import trimaran as tm
 import trimaran.engine.replicas as replicas
+from trimaran.checkpoint.state import OPTIMIZER, StateNames
 from trimaran.data import BatchLoader, Order, build_loader
 from trimaran.engine import Engine, build_engine
 from trimaran.layout import Layout, Precision, ResolvedLayout
@@ -27,13 +30,17 @@ def join(layout: ResolvedLayout) -> World:
 
 
 def start(
-    job: tm.Job, *, precision: Precision = "fp64", micro_batch: int | None = None, first_step: int = 0
+    job: tm.Job,
+    *,
+    precision: Precision = "fp64",
+    micro_batch: int | None = None,
+    first_step: int = 0,
+    layout: str = "",
 ) -> tuple[Engine, BatchLoader, World]:
     """Engine and this rank's loader for a job on as many ranks as there are."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    layout = Layout(precision=precision, micro_batch=micro_batch).resolve(
-        world_size=world_size, global_batch=job.global_batch
-    )
+    wanted = replace(Layout.parse(layout), precision=precision, micro_batch=micro_batch)
+    layout = wanted.resolve(world_size=world_size, global_batch=job.global_batch)
     world = join(layout)
     engine = build_engine(job, layout, world)
     return engine, load(job, layout, world, first_step=first_step), world
@@ -67,7 +74,9 @@ def buckets_of(num_bytes: int) -> Iterator[None]:
 
 def engine_run(case: Case) -> Trace:
     """Trains the case to its end on this rank."""
-    engine, loader, _ = start(build_job(case), precision=case.precision, micro_batch=case.micro_batch)
+    engine, loader, _ = start(
+        build_job(case), precision=case.precision, micro_batch=case.micro_batch, layout=case.layout
+    )
     trace = Trace()
 
     def count(*_: object) -> None:
@@ -79,13 +88,25 @@ def engine_run(case: Case) -> Trace:
     for batch in loader:
         engine.accumulate(batch)
         if batch.index == 0:
-            trace.first_gradients = {name: each.grad.clone() / scale for name, each in trained.items()}
+            trace.first_gradients = {name: whole(each.grad).clone() / scale for name, each in trained.items()}
         result = engine.update()
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-    trace.weights = {name: each.detach().clone() for name, each in engine.model.named_parameters()}
-    trace.state = optimizer_state(engine.optimizer, trained)
+    trace.weights = {name: whole(each).detach().clone() for name, each in engine.model.named_parameters()}
+    trace.state = whole_state(engine) if engine.is_cut else optimizer_state(engine.optimizer, trained)
     return trace
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_state(engine: Engine) -> dict[str, Tensor]:
+    """As `optimizer_state`, from what a checkpoint would hold."""
+    tensors = StateNames(engine.model, engine.optimizer, engine.updated).collect().tensors
+    parts = {name.removeprefix(OPTIMIZER).rpartition("."): each for name, each in tensors.items() if OPTIMIZER in name}
+    return {f"{kind}/{name}": whole(each).detach().clone() for (name, _, kind), each in parts.items()}
 
 
 def engine_runs(cases: list[Case]) -> list[Trace]:

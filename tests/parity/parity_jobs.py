@@ -23,7 +23,7 @@ SEED = 5
 class Case:
     """One training run: what, on how many ranks, cut how. By default five steps, of which the last is partial."""
 
-    model: Literal["transformer", "convnet"] = "transformer"
+    model: Literal["transformer", "convnet", "stack"] = "transformer"
     optimizer: Literal["sgd", "adamw"] = "sgd"
     precision: Precision = "fp64"
     dp: int = 1
@@ -33,9 +33,11 @@ class Case:
     epochs: float = 2.0
     clip: float | None = 0.5
     own_loss: bool = False
+    layout: str = ""
 
     def __str__(self) -> str:
         cut = f"batch{self.global_batch}-dp{self.dp}-micro{self.micro_batch or 'whole'}"
+        cut += f"-{self.layout.replace(' ', '-')}" if self.layout else ""
         return f"{self.model}-{self.optimizer}-{self.precision}-{cut}{'-own' if self.own_loss else ''}"
 
 
@@ -82,6 +84,48 @@ class Transformer(nn.Module):
         return self.head(self.norm3(x))
 
 
+class Block(nn.Module):
+    """Attention and two ways through a projection, with parameters that are easily cut wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.up = nn.Linear(WIDTH, 3)  # fewer rows than there are ranks
+        self.down = nn.Linear(3, WIDTH)
+        self.down.weight = nn.Parameter(0.3 * torch.randn(3, WIDTH).t())  # transposed in memory
+        self.gain = nn.Parameter(torch.tensor(1.1))  # nothing to cut along
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        x_BTD = x_BTD + self.attention(self.norm(x_BTD))
+        return x_BTD + self.gain * self.down(F.gelu(self.up(self.frozen(x_BTD))))
+
+
+class Stack(nn.Module):
+    """Six blocks, of which two share a projection, one is frozen and one is never used; tied embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(LONGEST, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.blocks[3].up = self.blocks[2].up
+        self.blocks[4].requires_grad_(False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        for block in self.blocks[:5]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 class ConvNet(nn.Module):
     """Convolutions with GroupNorm, one of them in channels_last, and a weight that lies transposed in memory."""
 
@@ -99,6 +143,9 @@ class ConvNet(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         return self.head(self.layers(image).relu().mean((2, 3)))
+
+
+MODELS = {"transformer": Transformer, "convnet": ConvNet, "stack": Stack}
 
 
 def token_samples(count: int, *, seed: int = 1) -> list[dict[str, Tensor]]:
@@ -124,9 +171,9 @@ def image_samples(count: int) -> list[dict[str, Tensor]]:
 
 def build_job(case: Case) -> tm.Job:
     """The job of a case, as a user writes it."""
-    tokens = case.model == "transformer"
+    tokens = case.model != "convnet"
     return tm.Job(
-        model=lambda: Transformer() if tokens else ConvNet(),
+        model=MODELS[case.model],
         data=token_samples(case.num_samples) if tokens else image_samples(case.num_samples),
         collate=tm.data.pad({"input_ids": 0}) if tokens else None,
         inputs=("input_ids",) if tokens else ("image",),
@@ -143,7 +190,7 @@ def build_job(case: Case) -> tm.Job:
 def _loss(case: Case) -> Loss:
     if case.own_loss:
         return tm.losses.custom(total=own_total, weight=own_weight)
-    return tm.losses.next_token() if case.model == "transformer" else tm.losses.cross_entropy()
+    return tm.losses.next_token() if case.model != "convnet" else tm.losses.cross_entropy()
 
 
 def _optimizer(case: Case) -> OptimizerBuilder:

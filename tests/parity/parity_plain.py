@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.nn.functional as F
-from parity_jobs import SEED, Case, ConvNet, Transformer, image_samples, own_lengths, own_total, token_samples
+from parity_jobs import MODELS, SEED, Case, image_samples, own_lengths, own_total, token_samples
 from torch import Tensor, nn
 
 from trimaran.data import Order
@@ -34,7 +34,7 @@ class Trace:
 def plain_run(case: Case) -> Trace:
     """Trains as a textbook does: mean loss over the whole batch, torch's own clipping, the for-loop optimizer."""
     torch.manual_seed(SEED)
-    model: nn.Module = Transformer() if case.model == "transformer" else ConvNet()
+    model = MODELS[case.model]()
     if case.precision == "fp64":
         model.double()
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -70,7 +70,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.P
 
 
 def _global_batches(case: Case) -> list[list[dict[str, Tensor]]]:
-    data = token_samples(case.num_samples) if case.model == "transformer" else image_samples(case.num_samples)
+    data = token_samples(case.num_samples) if case.model != "convnet" else image_samples(case.num_samples)
     total = round(case.epochs * case.num_samples)
     _, ids = Order(case.num_samples, SEED).at(np.arange(total))
     samples = [data[index] for index in ids.tolist()]

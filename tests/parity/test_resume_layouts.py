@@ -31,11 +31,11 @@ def token_job(optimizer: Kind) -> tm.Job:
     return replace(job, data=data, schedule=tm.optim.linear(warmup="3steps"))
 
 
-def part_of_run(run: Path, optimizer: Kind, until: int | None, save_every: str = "2steps") -> Ids:
+def part_of_run(run: Path, optimizer: Kind, until: int | None, save_every: str = "2steps", layout: str = "") -> Ids:
     """One start of the run on this rank; the samples it saw."""
     return train(
         token_job(optimizer),
-        "precision=fp64 micro_batch=2",
+        f"precision=fp64 micro_batch=2 {layout}",
         run=run,
         options=tm.RunOptions(save_every=save_every),
         until=until,
@@ -53,17 +53,30 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, tuple[Pa
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "ranks"), [("adamw", (1, 2, 4, 2, 1)), ("adamw", (4, 3)), ("sgd", (3, 2))], ids=str
+    ("optimizer", "ranks", "layouts"),
+    [
+        ("adamw", (1, 2, 4, 2, 1), [""] * 5),
+        ("adamw", (4, 3), ["", ""]),
+        ("sgd", (3, 2), ["", ""]),
+        ("adamw", (2, 4, 1, 3, 2), ["zero=3", "zero=1 shard=2", "", "zero=2", "zero=3"]),
+        ("sgd", (1, 4), ["", "zero=3 shard=2"]),
+    ],
+    ids=str,
 )
 def test_other_numbers_of_ranks(
-    pool: Pool, tmp_path: Path, undisturbed: dict[Kind, tuple[Path, Ids]], optimizer: Kind, ranks: tuple[int, ...]
+    pool: Pool,
+    tmp_path: Path,
+    undisturbed: dict[Kind, tuple[Path, Ids]],
+    optimizer: Kind,
+    ranks: tuple[int, ...],
+    layouts: list[str],
 ) -> None:
     reference, samples = undisturbed[optimizer]
     # Left in the middle of steps 4, 6, 8 …: two steps after the last save.
     leave_after = [3 + 2 * index for index in range(len(ranks) - 1)]
     seen = []
-    for world, until in zip(ranks, [*leave_after, None], strict=True):
-        of_ranks = pool.run(part_of_run, world, tmp_path / "a", optimizer, until)
+    for world, layout, until in zip(ranks, layouts, [*leave_after, None], strict=True):
+        of_ranks = pool.run(part_of_run, world, tmp_path / "a", optimizer, until, "2steps", layout)
         seen.append([each for ids in of_ranks for each in ids])
     begins = [0, *(each - 1 for each in leave_after)]
     assert [each for each in events_of(tmp_path / "a") if each[0] == "resumed"] == [

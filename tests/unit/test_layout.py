@@ -42,13 +42,10 @@ def test_defaults_are_not_printed() -> None:
         ("dp = 2", "'dp' is not of the form"),
         ("tp=2", "tp=2 is not built yet."),
         ("pp=2", "pp=2 is not built yet."),
-        ("zero=3", "zero=3 is not built yet."),
-        ("shard=2", "shard=2 is not built yet."),
-        ("recompute=full", "recompute=full is not built yet."),
+        ("shard=2", "shard=2 with zero=0."),
         ("pipe=gpipe", "pipe=gpipe is not built yet."),
         ("vpp=2", "vpp=2 is not built yet."),
         ("sp=true", "sp=True is not built yet."),
-        ("compile=true", "compile=True is not built yet."),
     ],
 )
 def test_refused_layouts(text: str, said: str) -> None:

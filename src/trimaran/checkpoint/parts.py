@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from trimaran.errors import CheckpointError
 from trimaran.world.groups import World
-from trimaran.world.place import AXES
+from trimaran.world.place import CUTTING_AXES
 
 _LARGEST_PIECE_BYTES = 2**26
 
@@ -94,16 +94,16 @@ def parts_to_write(tensors: Mapping[str, Tensor], world: World) -> list[Part]:
 
 def _part(name: str, tensor: Tensor, holders: Callable[[frozenset[str]], tuple[int, ...]]) -> Part:
     local, offset = local_part(tensor)
-    return Part(name, local, offset, whole_shape(tensor), tensor.is_complex(), holders(_sharded_axes(tensor)))
+    return Part(name, local, offset, whole_shape(tensor), tensor.is_complex(), holders(sharded_axes(tensor)))
 
 
-def _sharded_axes(tensor: Tensor) -> frozenset[str]:
+def sharded_axes(tensor: Tensor) -> frozenset[str]:
     """The axes along which ranks hold different boxes of the tensor."""
     if not isinstance(tensor, DTensor):
         return frozenset()
     names = tensor.device_mesh.mesh_dim_names or ()
     axes = {name for name, each in zip(names, tensor.placements, strict=True) if _cuts(each)}
-    assert axes <= set(AXES), f"{axes} are no axes of a run's mesh"
+    assert axes <= set(CUTTING_AXES), f"{axes} are no axes of a run's mesh"
     return frozenset(axes)
 
 

@@ -10,33 +10,43 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from trimaran.checkpoint.state import find_ties
 from trimaran.errors import CheckpointError
 
 
-def save_weights(model: nn.Module, path: Path) -> None:
-    """Writes parameters and persistent buffers; what is tied once, by its first name, as `save_pretrained` does."""
+def save_weights(model: nn.Module, path: Path | None) -> None:
+    """Writes parameters and persistent buffers; what is tied once, by its first name, as `save_pretrained` does.
+
+    Where they are cut every rank must call it; `path` is None on those that give their parts and write nothing.
+    """
     tensors: dict[str, Tensor] = {}
-    written: set[tuple[object, ...]] = set()
     memories: set[int] = set()
-    for name, each in model.state_dict().items():
-        place = (each.data_ptr(), each.shape, each.stride(), each.dtype)
-        memory = each.untyped_storage().data_ptr()
-        if each.numel() == 0 or place not in written:
+    state = model.state_dict()
+    for name, first in find_ties(model, state).items():
+        if name == first:
+            whole = _gather(state[name])
+            memory = whole.untyped_storage().data_ptr()
             # A part of another tensor is written as one of its own: safetensors refuses what overlaps.
-            tensors[name] = each.detach().clone() if memory in memories else each.detach()
-        written.add(place)
-        memories.add(memory)
+            tensors[name] = whole.clone() if memory in memories else whole
+            memories.add(memory)
     _write(tensors, path)
 
 
-def save_trained_weights(model: nn.Module, path: Path) -> None:
-    """Writes only the parameters that require a gradient: of an adapted model, the adapters."""
-    _write({name: each.detach() for name, each in model.named_parameters() if each.requires_grad}, path)
+def save_trained_weights(model: nn.Module, path: Path | None) -> None:
+    """Writes only the parameters that require a gradient: of an adapted model, the adapters. Called as the other."""
+    _write({name: _gather(each) for name, each in model.named_parameters() if each.requires_grad}, path)
 
 
-def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
+def _gather(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor().detach().cpu() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _write(tensors: Mapping[str, Tensor], path: Path | None) -> None:
     """Raises CheckpointError where the file cannot be written; an older one is then as it was."""
+    if path is None:
+        return
     for name, each in tensors.items():
         if each.dtype is torch.complex128:
             raise CheckpointError(

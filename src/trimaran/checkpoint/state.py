@@ -35,12 +35,21 @@ class StateNames:
     """Names the state of one model and its optimizer; to be made before the first step, and kept.
 
     Options of a parameter group that the optimizer itself has changed since are state; the others are the job's.
+    `updated` is what the optimizer holds, by name, where that is not the model's parameters but a rank's numbers of
+    them.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        updated: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._parameters = dict(model.named_parameters())
+        self._updated = self._parameters if updated is None else updated
+        self._names = {parameter: name for name, parameter in self._updated.items()}
         self._options = [self._pack_options(group) for group in optimizer.param_groups]
 
     def collect(self) -> NamedState:
@@ -61,9 +70,9 @@ class StateNames:
     def _collect_model(self, state: NamedState) -> None:
         tensors, extra = _split(self._model)
         _refuse_copies(self._model, tensors)
-        places: dict[tuple[object, ...], str] = {}
+        first_names = find_ties(self._model, tensors)
         for name, tensor in tensors.items():
-            first = places.setdefault(_place(tensor), name) if tensor.numel() else name
+            first = first_names[name]
             if first == name:
                 state.tensors[MODEL + name] = tensor
             else:
@@ -88,7 +97,9 @@ class StateNames:
                     "Optimizer state is saved by the names of the model's parameters.",
                     "Use an optimizer that keeps its state by parameter.",
                 )
-            packed = pack(dict(entries) if name is not None else entries, name or f"*{owner}", tensors)
+            if name is not None:
+                entries = {key: self._whole(name, value) for key, value in entries.items()}
+            packed = pack(entries, name or f"*{owner}", tensors)
             (parameters if name is not None else shared)[name or owner_key] = packed
         changed = []
         for group, before in zip(self._optimizer.param_groups, self._options, strict=True):
@@ -115,14 +126,16 @@ class StateNames:
                 "An optimizer's state belongs to that optimizer.",
                 "Keep the optimizer, or take the weights alone with --from.",
             )
-        of_name = {name: parameter for parameter, name in self._names.items()}
         for name, packed in values["parameters"].items():
-            if name not in of_name:
+            if name not in self._updated:
                 continue  # of another pipeline stage; a model without it was refused by its weights
-            parameter = of_name[name]
-            group = next(each for each in optimizer.param_groups if any(one is parameter for one in each["params"]))
+            parameter, updated = self._parameters[name], self._updated[name]
+            group = next(each for each in optimizer.param_groups if any(one is updated for one in each["params"]))
             read = partial(_read_beside, reader, owner=name, parameter=parameter, group=group)
-            optimizer.state[parameter] = unpack(packed, read)
+            state = unpack(packed, read)
+            if updated is not parameter:
+                state = {key: _own_numbers(value) for key, value in state.items()}
+            optimizer.state[updated] = state
         for key, packed in values["shared"].items():
             shared_key: Any = key
             optimizer.state[shared_key] = unpack(packed, lambda name: reader.read(OPTIMIZER + name))
@@ -135,6 +148,21 @@ class StateNames:
                             continue
                         group[key] = unpack(packed, lambda name: reader.read(OPTIMIZER + name))
                     break
+
+    def _whole(self, name: str, value: Any) -> Any:
+        """A value of a parameter's state; this rank's numbers of it as what they are, a part of the whole."""
+        parameter, updated = self._parameters[name], self._updated[name]
+        if updated is parameter or not isinstance(value, Tensor) or value.shape != updated.shape:
+            return value
+        assert isinstance(parameter, DTensor)
+        return DTensor.from_local(
+            value,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
     def _pack_options(self, group: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Tensor]]]:
         """The group's options as JSON and tensors; what cannot be packed is the job's own (a function), never state."""
@@ -269,14 +297,27 @@ def _refuse_own_state(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _own_numbers(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def _storage(tensor: Tensor) -> object:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr(), local.device
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
+def find_ties(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> the first name of the same tensor, for what the model's state_dict() gave."""
+    # What is cut may be empty on this rank, where it has no place in memory: the model says which are one.
+    owners = dict(model.named_parameters(remove_duplicate=False))
+    places: dict[object, str] = {}
+    first_names = {}
+    for name, tensor in tensors.items():
+        place: object = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if isinstance(tensor, DTensor):
+            place = id(owners.get(name, tensor))
+        first_names[name] = places.setdefault(place, name) if tensor.numel() else name
+    return first_names
 
 
 def _describe(owner: object) -> str:

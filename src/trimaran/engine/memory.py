@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trimaran.engine.local import local_tensor
+
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -48,4 +50,6 @@ def _is_tensor(value: object) -> bool:
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    """On this rank, where it is cut over several."""
+    local = local_tensor(tensor)
+    return local.numel() * local.element_size()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
+from trimaran.engine.blocks import apply_compile, apply_recompute, find_blocks
 from trimaran.engine.init import build_model, cast_parameters
+from trimaran.engine.local import local_parameters, refuse_whole_tensor_optimizer
 from trimaran.engine.precision import parameter_dtype
+from trimaran.engine.shard import apply_shards
 from trimaran.engine.step import Engine
-from trimaran.errors import LayoutError
+from trimaran.errors import JobError, LayoutError
 from trimaran.job import Job
 from trimaran.layout import ResolvedLayout
 from trimaran.phases import Phases
@@ -22,23 +25,37 @@ def build_engine(
     world: World,
     phases: Phases | None = None,
     load_weights: Callable[[nn.Module], object] | None = None,
+    check_weights: Callable[[nn.Module], object] | None = None,
 ) -> Engine:
     """The engine that trains `job` on this rank; every rank must call it. `layout` must be resolved for the world.
 
-    `load_weights` replaces the constructor's weights, in place, before anything is cast, moved or cut.
+    `load_weights` replaces the constructor's weights, in place, and `check_weights` looks at them, before anything is
+    cast, moved or cut.
     Raises JobError, OptimizerError or LayoutError where job and layout do not fit.
     """
     _check_precision(layout, world)
     model = build_model(job.model, job.seed)
-    if load_weights is not None:
-        load_weights(model)
+    for prepare in (load_weights, check_weights):
+        if prepare is not None:
+            prepare(model)
     cast_parameters(model, parameter_dtype(layout.precision))
     model.to(world.device)
     if not model.training:
         model.train()
-    # Here follow, in this order: cut the pipeline, tensor, recompute, compile, shard.
+    # In this order: cut the pipeline, tensor (both to come), recompute, compile, shard.
+    blocks = find_blocks(model, job.blocks)
+    if layout.recompute != "none":
+        apply_recompute(_need_blocks(model, blocks, f"recompute={layout.recompute}"), layout.recompute)
+    if layout.compile:
+        apply_compile(_need_blocks(model, blocks, "compile=true"))
+    shards = None
+    if world.shards is not None:
+        shards = apply_shards(model, world.shards, stage=layout.zero, blocks=blocks)
     lr = job.optimizer.rate(job.global_batch).value
-    optimizer = job.optimizer.build(model.named_parameters(), lr)
+    updated = local_parameters(model)
+    optimizer = job.optimizer.build(updated.items(), lr)
+    if shards is not None:
+        refuse_whole_tensor_optimizer(optimizer, f"zero={layout.zero}")
     return Engine(
         model=model,
         world=world,
@@ -47,12 +64,24 @@ def build_engine(
         metrics=job.metrics,
         inputs=job.input_keys,
         optimizer=optimizer,
+        updated=updated,
+        shards=shards,
         lr=lr,
         lr_factor=job.schedule.resolve(total_steps=job.total_steps, steps_per_epoch=job.steps_per_epoch),
         clip=job.clip,
         seed=job.seed,
         phases=phases or Phases(),
     )
+
+
+def _need_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], wanted: str) -> Mapping[str, nn.Module]:
+    if not blocks:
+        raise JobError(
+            f"{wanted}, and {type(model).__name__} has no blocks.",
+            "It is applied to each of a model's repeated parts: those of its ModuleLists, or those that the job names.",
+            'Name them in the job, as in blocks="layers.*".',
+        )
+    return blocks
 
 
 def _check_precision(layout: ResolvedLayout, world: World) -> None:

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from trimaran.batch import MicroBatch, RankBatch
 from trimaran.engine.buffers import RunningBuffers, unchanged_buffers
+from trimaran.engine.local import local_tensor
 from trimaran.engine.measure import evaluation_mode, measure, read_means
-from trimaran.engine.norm import clip_coefficient, global_norm
+from trimaran.engine.norm import clip_coefficient, counts_here, global_norm
 from trimaran.engine.precision import LossScale, forward_context, parameter_dtype, upcast_output
 from trimaran.engine.replicas import Replicas, refuse_sparse
 from trimaran.engine.result import StepResult
+from trimaran.engine.shard import Shards
 from trimaran.engine.update import apply_update
 from trimaran.errors import JobError
 from trimaran.job import Loss
@@ -32,11 +34,14 @@ _EVALUATION = -1
 
 @dataclass(frozen=True)
 class _Accumulated:
-    """A global batch whose gradients wait for `update`; `work` is what sums its loss over the ranks."""
+    """A global batch whose gradients wait for `update`; `work` is what adds up `sums` over the ranks.
+
+    These are the loss and, where groups of parameters are gathered, their order on each rank and its square.
+    """
 
     index: int
     weight: float
-    loss_sum: Tensor
+    sums: Tensor
     work: dist.Work | None
 
 
@@ -57,6 +62,8 @@ class Engine:
         metrics: Mapping[str, Loss],
         inputs: Mapping[str, str],
         optimizer: torch.optim.Optimizer,
+        updated: Mapping[str, nn.Parameter],
+        shards: Shards | None,
         lr: float,
         lr_factor: Callable[[int], float],
         clip: float | None,
@@ -82,11 +89,21 @@ class Engine:
         # MPS has no float64.
         self._sum_dtype = torch.float32 if world.device.type == "mps" else torch.float64
         self._data_group = world.group("dp")
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._replicas = None if self._data_group is None else Replicas(self._parameters, self._data_group)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._parameters = list(trained.values())
+        self.updated = updated
+        """Name -> what the optimizer holds of a parameter: itself, or this rank's numbers of it, in the same memory."""
+        self._updated = [updated[name] for name in trained]
+        # Without shards every rank counts all: it holds all of the sum, and asks nobody.
+        self._counted = [shards is None or counts_here(parameter, world) for parameter in self._parameters]
+        self._shards = shards
+        whole = self._parameters if shards is None else [each for each in self._parameters if each in shards.uncut]
+        self._replicas = Replicas(whole, self._data_group) if self._data_group is not None and whole else None
+        self._norm_groups = [] if self._data_group is None or shards is None else [self._data_group]
         self._buffers = RunningBuffers(model, world)
         self._accumulated: _Accumulated | None = None
         self._unsettled: StepResult | None = None
+        self._orders = torch.zeros(0)
         self.last_result: StepResult | None = None
         for group in optimizer.param_groups:
             group.setdefault("base_lr", group["lr"])
@@ -117,18 +134,24 @@ class Engine:
         self._buffers.begin_step()
         loss_sum = torch.zeros((), dtype=self._sum_dtype, device=self.world.device)
         for index, micro_batch in enumerate(batch.micro_batches):
-            if self._replicas is not None:
-                self._replicas.begin_micro_batch(last=index == len(batch.micro_batches) - 1)
+            is_last = index == len(batch.micro_batches) - 1
+            for part in (self._replicas, self._shards):
+                if part is not None:
+                    part.begin_micro_batch(last=is_last)
             loss_sum += self._run_micro_batch(batch.index, micro_batch, 0.0 if micro_batch.weightless else factor)
         loss_sum /= scale
         with self.phases("synchronize"):
             self._buffers.compare(had_samples=not all(each.weightless for each in batch.micro_batches))
             self._complete_gradients()
             self._buffers.finish_step()
+            sums = loss_sum[None]
+            if self._shards is not None:
+                order = self._shards.take_order()
+                sums = torch.cat([sums, sums.new_tensor([order, order**2])])
             work = None
             if self._data_group is not None:
-                work = dist.all_reduce(loss_sum, group=self._data_group, async_op=True)
-        self._accumulated = _Accumulated(batch.index, weight, loss_sum, work)
+                work = dist.all_reduce(sums, group=self._data_group, async_op=True)
+        self._accumulated = _Accumulated(batch.index, weight, sums, work)
 
     def update(self) -> StepResult:
         """Clips and applies the accumulated gradients; skips on every rank where their norm is not finite."""
@@ -141,9 +164,10 @@ class Engine:
         self._settle_previous()
         step = self._accumulated
         with self.phases("update"):
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            gradients = self._local_gradients()
+            counted = [each for each, counts in zip(gradients, self._counted, strict=True) if counts]
             scale = self.loss_scale.value if self.loss_scale else 1.0
-            norm = global_norm(gradients) / scale
+            norm = global_norm(counted, self._norm_groups, device=self.world.device) / scale
             if not step.weight:
                 norm = norm * float("nan")  # where all is ignored, gradients may be zeros: skipped all the same
             lr_factor = self.lr_factor(self.num_updates)
@@ -152,9 +176,15 @@ class Engine:
             apply_update(self.optimizer, gradients, norm, clip_coefficient(norm, self._clip) / scale)
         lr = self._lr * lr_factor
         self._accumulated = None
-        self.last_result = StepResult(index=step.index, lr=lr, loss_sum=step.loss_sum, norm=norm, work=step.work)
+        self.last_result = StepResult(index=step.index, lr=lr, loss_sum=step.sums[0], norm=norm, work=step.work)
         self._unsettled = self.last_result
+        self._orders = step.sums[1:]
         return self.last_result
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether no rank holds the whole model, so that a forward and a look at whole weights take all ranks."""
+        return self._shards is not None
 
     def settle(self) -> None:
         """Takes in the outcome of the last step, so that `num_updates` and `loss_scale` are those of now."""
@@ -177,6 +207,8 @@ class Engine:
                         sums += measure(self._measures.values(), output, tensors).to(sums)
             if self._data_group is not None:
                 dist.all_reduce(sums, group=self._data_group)
+            if self._shards is not None:
+                self._shards.give_back()
         return read_means(self._measures, sums)
 
     def agree_on_weight(self, batch: RankBatch) -> float:
@@ -193,8 +225,15 @@ class Engine:
         """Forgets all gradients, as at the start of a step."""
         if self._replicas is not None:
             self._replicas.begin_step()
-        for parameter in self._parameters:
+        if self._shards is not None:
+            self._shards.drop_gradients()
+        for parameter in (*self._parameters, *self._updated):
             parameter.grad = None
+
+    def begin_trial(self) -> None:
+        """Call before a forward and backward outside of a step; `drop_gradients` ends it."""
+        if self._shards is not None:
+            self._shards.begin_trial()
 
     def to_device(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """The micro-batch's tensors on the device; floating-point ones in the parameters' type."""
@@ -225,6 +264,14 @@ class Engine:
                 scaled.backward()
         return scaled.detach()
 
+    def _local_gradients(self) -> list[Tensor]:
+        """This rank's numbers of all gradients, handed to what the optimizer holds of their parameters."""
+        for parameter, updated in zip(self._parameters, self._updated, strict=True):
+            if updated is not parameter and parameter.grad is not None:
+                updated.grad = local_tensor(parameter.grad)
+        gradients = [each.grad for each in self._updated]
+        return [each for each in gradients if each is not None]
+
     def _complete_gradients(self) -> None:
         if self._replicas is not None:
             self._replicas.finish_step()
@@ -232,6 +279,18 @@ class Engine:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             refuse_sparse(parameter.grad)
+
+    def _refuse_other_orders(self, index: int) -> None:
+        if not len(self._orders):
+            return
+        total, squares = self._orders.tolist()
+        assert self._data_group is not None
+        if squares * self._data_group.size() != total**2:
+            raise JobError(
+                f"the ranks used the model's blocks in different orders in step {index + 1}.",
+                "Where parameters are sharded all ranks gather a block's together: those of different ones got mixed.",
+                "Give blocks= a pattern for parts that every sample uses, or leave zero out.",
+            )
 
     def _settle_previous(self) -> None:
         """Takes in whether the step before was skipped: the schedule and the loss scale advance by updates.
@@ -241,6 +300,7 @@ class Engine:
         if self._unsettled is None:
             return
         skipped = self._unsettled.skipped
+        self._refuse_other_orders(self._unsettled.index)
         self.num_updates += not skipped
         if self.loss_scale is not None:
             self.loss_scale.update(skipped=skipped)

@@ -31,13 +31,15 @@ class Trial:
 def try_micro_batch(engine: Engine, micro_batch: MicroBatch, inputs: Mapping[str, str]) -> Trial:
     """Runs forward and backward once and leaves no trace: weights, buffers and torch's generators are as before.
 
-    To be called before the first step, since it leaves no gradient. Collective-free; each rank tries its own
-    micro-batch. Raises JobError, LossError or NumericsError for what would fail later.
+    To be called before the first step, since it leaves no gradient. Each rank tries its own micro-batch; where
+    parameters are sharded every rank must call it, else it is free of collectives. Raises JobError, LossError or
+    NumericsError for what would fail later.
     """
     _check_keys(inputs, micro_batch)
     devices = [engine.world.device] if engine.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _explained(inputs, micro_batch):
         engine.seed_micro_batch(0, micro_batch)
+        engine.begin_trial()
         with unchanged_buffers(engine.model), FlopCounterMode(display=False) as counter:
             tensors = engine.to_device(micro_batch)
             total = engine.loss.total(engine.forward(tensors), tensors)
@@ -46,6 +48,7 @@ def try_micro_batch(engine: Engine, micro_batch: MicroBatch, inputs: Mapping[str
         unused = _finish_gradients(engine)
         with torch.no_grad(), evaluation_mode(engine.model), unchanged_buffers(engine.model):
             _check_sum(engine, tensors, micro_batch.num_samples)
+        engine.drop_gradients()
     return Trial(counter.get_total_flops() / micro_batch.num_samples, unused)
 
 

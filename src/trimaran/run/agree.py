@@ -61,7 +61,7 @@ def agree_on_weights(world: World, model: nn.Module) -> None:
     """Raises RunError on every rank where a first weight differs between ranks, naming it. Every rank must call it."""
     if world.size == 1:
         return
-    digests = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
+    digests = {name: digest(tensor) for name, tensor in model.state_dict().items()}
     for rank, text in enumerate(texts := world.gather_text(json.dumps(digests))):
         if text == texts[0]:
             continue
@@ -74,5 +74,6 @@ def agree_on_weights(world: World, model: nn.Module) -> None:
         )
 
 
-def _digest(tensor: Tensor) -> int:
+def digest(tensor: Tensor) -> int:
+    """A number that tells a tensor's bits, in whatever strides they lie."""
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

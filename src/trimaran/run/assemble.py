@@ -21,6 +21,7 @@ from trimaran.options import RunOptions
 from trimaran.phases import Phases
 from trimaran.records import RunRecord
 from trimaran.run.agree import agree_on_job, agree_on_weights, on_first_rank
+from trimaran.run.audit import audit_replicas
 from trimaran.run.checked import describe_unchecked
 from trimaran.run.console import Console
 from trimaran.run.decide import StopRequest, stop_on_signals
@@ -80,8 +81,14 @@ def start(
         drills = build_drills(options.drill, rank=world.rank, world_size=world.size, marks=path / DRILLS_FOLDER)
         phases = Phases(observers=[] if drills is None else [drills])
         loaded: list[LoadedWeights] = []
-        engine = build_engine(job, layout, world, phases, load_weights=_weights_loader(job, loaded))
-        agree_on_weights(world, engine.model)
+        engine = build_engine(
+            job,
+            layout,
+            world,
+            phases,
+            load_weights=_weights_loader(job, loaded),
+            check_weights=partial(agree_on_weights, world),
+        )
         if drills is not None:
             drills.attach(engine.model)
         identity |= {"parameters": identify_parameters(engine.model)}
@@ -90,7 +97,7 @@ def start(
         loader = _training_loader(course, layout, world, options, first_step=begins.step)
         validation = None if job.valid is None else partial(_validation_loader, job, layout, world, options)
         trial, num_tokens = _try_job(engine, job, layout, world, validation)
-        names = StateNames(engine.model, engine.optimizer)
+        names = StateNames(engine.model, engine.optimizer, engine.updated)
         names.collect()  # what cannot be saved is told now
         restore(begins, engine, names)
         phases.take()
@@ -140,6 +147,7 @@ def start(
             rates=Rates(trial.flops_per_sample, chip.peak(layout.precision) if chip else None),
             stop_request=stop_request,
             saving=saving,
+            audit=partial(audit_replicas, world, names),
             first_step=begins.step,
             resources=resources.pop_all(),
             finish=partial(

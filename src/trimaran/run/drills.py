@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from trimaran.errors import DrillError, RunError, UsageError
 from trimaran.phases import COMMIT_POINTS, PHASES, WRITE_POINTS, Moment, Phase, WritePoint
@@ -102,10 +103,11 @@ class Drills:
         """Lets `nan` reach the gradients of `model`. To be called once, before the first step."""
         self._is_attached = True
         if any(drill.kind == "nan" for drill in self._own):
-            # Of all, since nobody knows yet which of them a step uses.
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.register_hook(self._spoil)
+            # Of all that train, since nobody knows yet which of them a step uses; where parameters are sharded, their
+            # own gradients pass no hook.
+            for module in model.modules():
+                if any(each.requires_grad for each in module.parameters(recurse=False)):
+                    module.register_forward_hook(self._watch)
 
     def describe_unfired(self) -> list[str]:
         """A line for each drill that has not fired on all of its ranks, as the marks tell: a run says so at its end."""
@@ -152,6 +154,11 @@ class Drills:
             case "corrupt":
                 assert path is not None
                 _flip_byte(path)
+
+    def _watch(self, module: nn.Module, inputs: object, output: object) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._spoil)
 
     def _spoil(self, gradient: Tensor) -> Tensor | None:
         return gradient * float("nan") if self._spoils_gradients else None

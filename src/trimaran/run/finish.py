@@ -35,14 +35,24 @@ def finish_run(
     predicted: StateBytes,
     drills: Drills | None,
 ) -> None:
-    """Writes the weights and prints the end; on rank 0, after the last step. The others have nothing to do."""
+    """Writes the weights and prints the end, after the last step. Every rank must call it; rank 0 does the work.
+
+    The others give their parts where the model is cut over ranks, and draw the sample with rank 0.
+    """
+    model = run.engine.model
+    some_frozen = not all(each.requires_grad for each in model.parameters())
     if directory is None:
+        if run.engine.is_cut:
+            save_weights(model, None)
+            if some_frozen:
+                save_trained_weights(model, None)
+            if run.job.sample is not None and not run.stop_reason:
+                _draw_sample(run)
         return
     path = directory.owned_path(WEIGHTS_FILE)
-    save_weights(run.engine.model, path)
-    some_frozen = not all(each.requires_grad for each in run.engine.model.parameters())
+    save_weights(model, path)
     if some_frozen:
-        save_trained_weights(run.engine.model, directory.owned_path(TRAINED_FILE))
+        save_trained_weights(model, directory.owned_path(TRAINED_FILE))
     if run.stopped:
         directory.note("stopped", run.last_step, run.stop_reason or "asked on another rank")
     else:
@@ -80,13 +90,15 @@ def _describe_next(run: Run, path: Path) -> str:
 
 def _compare_and_sample(run: Run, console: Console, weights: Path) -> None:
     """What the job itself has to say at the end; it may take its time, so it is announced."""
+    # First what other ranks may wait for.
+    sample = None if run.job.sample is None else _ask("sample", partial(_draw_sample, run), weights)
     if run.validation is not None and run.job.baselines:
         console.line(f"beside   computing {', '.join(run.job.baselines)} …")
         for name, baseline in run.job.baselines.items():
             figures = _ask(f"baselines[{name!r}]", baseline, weights)
             console.line(f"         {_compare(name, figures, run.validation)}")
-    if run.job.sample is not None:
-        console.lines(["sample", *_ask("sample", partial(_draw_sample, run), weights).splitlines()])
+    if sample is not None:
+        console.lines(["sample", *sample.splitlines()])
 
 
 def _draw_sample(run: Run) -> str:
@@ -110,7 +122,7 @@ def _ask(name: str, function: Callable[[], Result], weights: Path) -> Result:
 
 def _describe_memory(run: Run, predicted: StateBytes, world: World) -> str:
     """What lives from step to step as it was measured, beside what was predicted, and the peak."""
-    parameters = list(run.engine.model.parameters())
+    parameters = list(run.engine.updated.values())
     found = StateBytes(
         parameters=sum(each.nbytes for each in parameters),
         gradients=sum(each.grad.nbytes for each in parameters if each.grad is not None),

@@ -68,6 +68,7 @@ class Run:
         rates: Rates,
         stop_request: StopRequest,
         saving: Saving,
+        audit: Callable[[int], None],
         first_step: int,
         resources: ExitStack,
         finish: Callable[[Run], None],
@@ -89,6 +90,7 @@ class Run:
         self._rates = rates
         self._stop_request = stop_request
         self._saving = saving
+        self._audit = audit
         self._resources = resources
         self._finish = finish
         self._evaluate_every = self._evaluation_steps()
@@ -247,6 +249,8 @@ class Run:
         seconds = time.perf_counter() - self._step_began
         self._record_previous()
         self.last_step = result.index + 1
+        if self._options.audit_every is not None and self.last_step % self._options.audit_every == 0:
+            self._audit(self.last_step)
         due = self._evaluate_every and self.last_step % self._evaluate_every == 0
         validation = self.evaluate() if due else None
         if validation is not None:

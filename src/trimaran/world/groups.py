@@ -45,6 +45,8 @@ class World:
     agreement: dist.ProcessGroup | None
     saving: dist.ProcessGroup | None
     """A CPU group over all ranks for a background thread that saves; its waits are long, as writing may be."""
+    shards: DeviceMesh | None = None
+    """The data ranks where they shard: the axis "shard", before it "replicate" where there are several groups."""
 
     @property
     def leads_data_rank(self) -> bool:
@@ -59,7 +61,8 @@ class World:
         if self.mesh is None:
             return (self.rank,)
         _, dp, tp = (self.mesh[axis].size() for axis in AXES)
-        places = ((rank, place_of(rank, dp=dp, tp=tp)) for rank in range(self.size))
+        shard = self.shards["shard"].size() if self.shards is not None else 1
+        places = ((rank, place_of(rank, dp=dp, tp=tp, shard=shard)) for rank in range(self.size))
         same = axes | {"pp"}
         return tuple(
             rank for rank, place in places if all(getattr(place, axis) == getattr(self.place, axis) for axis in same)
@@ -132,7 +135,7 @@ def open_world(
     if environment is not None and num_procs > 1:
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         _meet(environment, backend, chosen, timeout_seconds)
-        mesh = init_device_mesh(chosen.type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=AXES)
+        mesh = _build_mesh(layout, chosen)
         agreement = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         saving = dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT)
     world = World(
@@ -142,10 +145,11 @@ def open_world(
         num_nodes=environment.num_nodes if environment else 1,
         device=chosen,
         backend=backend,
-        place=place_of(rank, dp=layout.dp, tp=layout.tp),
+        place=place_of(rank, dp=layout.dp, tp=layout.tp, shard=layout.shard or 1),
         mesh=mesh,
         agreement=agreement,
         saving=saving,
+        shards=_build_shards(layout, mesh),
     )
     _wait_until_connected(world)
     return world
@@ -160,7 +164,7 @@ def close_world() -> None:
 def join_default_group(layout: ResolvedLayout, device: torch.device) -> World:
     """The world of a process that has already joined torch's default group, as in a caller's own script."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(device.type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=AXES)
+    mesh = _build_mesh(layout, device)
     world = World(
         rank=rank,
         size=size,
@@ -168,13 +172,25 @@ def join_default_group(layout: ResolvedLayout, device: torch.device) -> World:
         num_nodes=1,
         device=device,
         backend=dist.get_backend(),
-        place=place_of(rank, dp=layout.dp, tp=layout.tp),
+        place=place_of(rank, dp=layout.dp, tp=layout.tp, shard=layout.shard or 1),
         mesh=mesh,
         agreement=dist.new_group(backend="gloo"),
         saving=dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT),
+        shards=_build_shards(layout, mesh),
     )
     _wait_until_connected(world)
     return world
+
+
+def _build_mesh(layout: ResolvedLayout, device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=AXES)
+
+
+def _build_shards(layout: ResolvedLayout, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    if mesh is None or layout.shard is None:
+        return None
+    split = mesh._unflatten("dp", (layout.dp // layout.shard, layout.shard), ("replicate", "shard"))
+    return split["shard"] if layout.shard == layout.dp else split["replicate", "shard"]
 
 
 def _wait_until_connected(world: World) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from trimaran.engine.norm import clip_coefficient, global_norm
 from trimaran.engine.update import apply_update
 
+CPU = torch.device("cpu")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("num_elements", [1, 2**15, 2**15 + 1, 3_000_000])
@@ -21,7 +23,7 @@ def test_the_norm_is_exact_however_large_the_tensor(num_elements: int, dtype: to
     gradient = torch.randn(num_elements, dtype=dtype, generator=torch.Generator().manual_seed(0))
     gradients = [gradient, torch.full((3, 2), 2.0, dtype=dtype)]
     expected = torch.cat([each.flatten().double() for each in gradients]).norm()
-    actual = global_norm(gradients)
+    actual = global_norm(gradients, device=CPU)
     assert actual.dtype == torch.float64
     assert float(actual) == pytest.approx(float(expected), rel=1e-12 if dtype == torch.float64 else 5e-7)
 
@@ -36,7 +38,7 @@ def test_the_norm_takes_any_layout() -> None:
         torch.tensor(2.5),
     ]
     expected = sum(float(each.abs().double().square().sum()) for each in gradients) ** 0.5
-    assert float(global_norm(gradients)) == pytest.approx(expected, rel=1e-6)
+    assert float(global_norm(gradients, device=CPU)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -44,7 +46,7 @@ def test_the_norm_takes_any_layout() -> None:
 def test_one_bad_element_shows_in_the_norm(bad: float, num_elements: int) -> None:
     gradient = torch.zeros(num_elements)
     gradient[-1] = bad
-    assert not torch.isfinite(global_norm([torch.ones(2), gradient]))
+    assert not torch.isfinite(global_norm([torch.ones(2), gradient], device=CPU))
 
 
 @pytest.mark.parametrize("clip", [None, 0.1, 5.0, 1e9])
@@ -133,7 +135,9 @@ def test_three_updates_are_those_of_the_plain_optimizer(name: str, dtype: torch.
             assert mine.grad is not None
             mine.grad.copy_(theirs.grad)
         gradients = [each.grad for each in actual if each.grad is not None]
-        apply_update(optimizer, gradients, global_norm(gradients), torch.tensor(factor, dtype=torch.float64))
+        apply_update(
+            optimizer, gradients, global_norm(gradients, device=CPU), torch.tensor(factor, dtype=torch.float64)
+        )
         for theirs in expected:
             theirs.grad = theirs.grad * factor
         expected_optimizer.step()
@@ -150,7 +154,7 @@ def test_a_bad_norm_changes_nothing(name: str, dtype: torch.dtype, bad: float) -
     optimizer = CASES[name][0](parameters)
     gradients = [each.grad for each in parameters if each.grad is not None]
     one = torch.ones((), dtype=torch.float64)
-    apply_update(optimizer, gradients, global_norm(gradients), one)
+    apply_update(optimizer, gradients, global_norm(gradients, device=CPU), one)
     before = [each.detach().clone() for each in parameters]
     state = copy.deepcopy(optimizer.state_dict()["state"])
     apply_update(optimizer, gradients, torch.tensor(bad, dtype=torch.float64), one * float("nan"))
@@ -179,5 +183,5 @@ def test_complex_and_real_gradients_are_clipped_together() -> None:
         each.grad = torch.ones_like(each)
     gradients = [each.grad for each in parameters if each.grad is not None]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
-    apply_update(optimizer, gradients, global_norm(gradients), torch.tensor(0.5, dtype=torch.float64))
+    apply_update(optimizer, gradients, global_norm(gradients, device=CPU), torch.tensor(0.5, dtype=torch.float64))
     assert [each.tolist() for each in parameters] == [[0.5 + 0j] * 2, [0.5] * 2]
