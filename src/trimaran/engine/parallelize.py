@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from trimaran.engine.init import build_model, cast_parameters
+from trimaran.engine.init import build_model, cast_parameters, record_model
 from trimaran.engine.precision import parameter_dtype
 from trimaran.engine.step import Engine
 from trimaran.errors import LayoutError
@@ -29,7 +29,7 @@ def build_engine(
     Raises JobError, OptimizerError or LayoutError where job and layout do not fit.
     """
     _check_precision(layout, world)
-    model = build_model(job.model, job.seed)
+    model = build_model(job.model, job.seed) if job.init == "whole" else record_model(job.model, job.seed).fill()
     if load_weights is not None:
         load_weights(model)
     cast_parameters(model, parameter_dtype(layout.precision))
