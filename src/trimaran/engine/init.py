@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from trimaran.engine.history import History, is_dense
 from trimaran.engine.recorded import RecordedModel
-from trimaran.engine.tape import Tape, is_dense
+from trimaran.engine.tape import recording
 from trimaran.errors import JobError
 from trimaran.world.rng import seed_everything
 
@@ -34,11 +35,11 @@ def record_model(constructor: Callable[[], nn.Module], seed: int) -> RecordedMod
     values it has drawn, or does what else cannot be replayed for one tensor alone.
     """
     seed_everything(seed)
-    tape = Tape()
-    with tape.recording():
+    history = History()
+    with recording(history):
         model = constructor()
     _check(model)
-    return RecordedModel(model, tape, seed)
+    return RecordedModel(model, history, seed)
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -135,5 +136,5 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 def _address(tensor: Tensor) -> tuple[int, int]:
     if tensor.is_meta:
-        return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
+        return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr(), 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from trimaran.engine.tape import Tape, View, clone_dense, is_dense
+from trimaran.engine.history import History, View, clone_dense, is_dense
 from trimaran.errors import JobError
 
 Place = Callable[[str, Tensor, Tensor], Tensor]
@@ -25,19 +24,19 @@ class RecordedModel:
     others; `fill` gives the model all of them, one at a time. Nothing here is a collective.
     """
 
-    def __init__(self, model: nn.Module, tape: Tape, seed: int) -> None:
+    def __init__(self, model: nn.Module, history: History, seed: int) -> None:
         self.model = model
-        self._tape = tape
+        self._history = history
         named = list(_named_tensors(model))
-        self._sources = {name: _source(name, tensor, tape) for name, tensor in named}
-        tape.seed_draws(seed, {name: each for name, each in self._sources.items() if isinstance(each, View)})
+        self._sources = {name: _source(name, tensor, history) for name, tensor in named}
+        history.seed_draws(seed, {name: each for name, each in self._sources.items() if isinstance(each, View)})
         tensors = {id(tensor): tensor for _, tensor in named}
         _replace(model, {identity: _as_meta(tensor) for identity, tensor in tensors.items()})
 
     def replay(self, name: str) -> Tensor:
         """The whole value of this parameter, buffer or attribute, new memory on the CPU; the same at every call."""
         source = self._sources[name]
-        return self._tape.value(source) if isinstance(source, View) else clone_dense(source.detach())
+        return self._history.value(source) if isinstance(source, View) else clone_dense(source.detach())
 
     def fill(self, place: Place | None = None) -> nn.Module:
         """The model with every tensor replayed and put in place; at most one whole tensor exists beside those kept.
@@ -58,10 +57,10 @@ def _whole(name: str, value: Tensor, tensor: Tensor) -> Tensor:
     return value
 
 
-def _source(name: str, tensor: Tensor, tape: Tape) -> View | Tensor:
+def _source(name: str, tensor: Tensor, history: History) -> View | Tensor:
     """Where a tensor's value comes from: a place in the record, or itself where it is made of numbers alone."""
     try:
-        return tape.view(tensor) if tensor.is_meta else tensor
+        return history.view(tensor) if tensor.is_meta else tensor
     except KeyError:
         raise JobError(
             f"{name} is on the meta device.",
@@ -105,7 +104,7 @@ def _as_meta(tensor: Tensor) -> Tensor:
     return _like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
 
-def _like(tensor: Tensor, value: Tensor) -> Any:
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
     """`value` in the role of `tensor`: a parameter where that is one, with the attributes that modules gave it."""
     if isinstance(tensor, nn.Parameter) and not isinstance(value, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
