@@ -183,7 +183,7 @@ class History:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements fill their span of memory, each once, in whatever order of dimensions."""
-    return torch.empty_like(tensor).stride() == tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def fills_its_storage(tensor: Tensor) -> bool:
