@@ -146,6 +146,8 @@ class Job:
     collate: Callable[[list[Any]], Any] | None = None
     seed: int = 0
     init: Literal["whole", "by_name"] = "whole"
+    """How first weights are made: "whole" runs the constructor under the seed, as in plain PyTorch; "by_name" replays
+    it for one tensor at a time, each under (seed, name), for models larger than a host's memory. Other values."""
     weights: Weights | str | Path | None = None
     """Pretrained weights, in place of the constructor's."""
     name: str = ""
@@ -164,13 +166,7 @@ class Job:
     def __post_init__(self) -> None:
         self._check_callables()
         self._check_numbers()
-        if self.init == "by_name":
-            raise JobError(
-                'init="by_name" is not built yet.',
-                "Weights come from the constructor, run under the seed.",
-                'Use init="whole".',
-            )
-        if self.init != "whole":
+        if self.init not in ("whole", "by_name"):
             raise JobError(f"init={self.init!r} is unknown.", 'It is "whole" or "by_name".', 'Use init="whole".')
         if "/" in self.name or "\0" in self.name or self.name in (".", ".."):
             raise JobError(

@@ -53,7 +53,6 @@ def build(**changes: Any) -> Job:
         ({"seed": -1}, "seed=-1."),
         ({"seed": 2**63}, "seed=9223372036854775808."),
         ({"seed": "1"}, "seed='1'."),
-        ({"init": "by_name"}, 'init="by_name" is not built yet.'),
         ({"init": "random"}, "init='random' is unknown."),
         ({"inputs": "input_ids"}, "inputs='input_ids' is a string."),
     ],

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from trimaran.engine.history import History, is_dense
+from trimaran.engine.recorded import RecordedModel
+from trimaran.engine.tape import recording
 from trimaran.errors import JobError
 from trimaran.world.rng import seed_everything
 
@@ -19,23 +22,24 @@ def build_model(constructor: Callable[[], nn.Module], seed: int) -> nn.Module:
     """
     seed_everything(seed)
     model = constructor()
-    if not isinstance(model, nn.Module):
-        raise JobError(
-            f"model() returned {type(model).__name__}.",
-            "It builds the torch module that is trained.",
-            "Return an nn.Module.",
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise JobError(
-            f"{type(model).__name__} has no parameter that requires a gradient.",
-            "Training changes parameters.",
-            "Set requires_grad on those to be trained.",
-        )
+    _check(model)
     _refuse_without_values(model)
-    _refuse_unsaveable(model)
     _make_dense(model)
-    _refuse_shared_memory(model)
     return model
+
+
+def record_model(constructor: Callable[[], nn.Module], seed: int) -> RecordedModel:
+    """The model on the meta device, and the values of its tensors on demand, each under (seed, its name).
+
+    No collective; on every rank the same. Raises JobError as `build_model` does, and for a constructor that looks at
+    values it has drawn, or does what else cannot be replayed for one tensor alone.
+    """
+    seed_everything(seed)
+    history = History()
+    with recording(history):
+        model = constructor()
+    _check(model)
+    return RecordedModel(model, history, seed)
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -57,7 +61,26 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
         tensor.data = tensor.data.to(wanted)
 
 
-def _refuse_without_values(model: nn.Module) -> None:
+def _check(model: nn.Module) -> None:
+    """Raises JobError for what cannot be trained or saved, whether or not its tensors have values yet."""
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            f"model() returned {type(model).__name__}.",
+            "It builds the torch module that is trained.",
+            "Return an nn.Module.",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise JobError(
+            f"{type(model).__name__} has no parameter that requires a gradient.",
+            "Training changes parameters.",
+            "Set requires_grad on those to be trained.",
+        )
+    _refuse_without_shapes(model)
+    _refuse_unsaveable(model)
+    _refuse_shared_memory(model)
+
+
+def _refuse_without_shapes(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise JobError(
@@ -65,6 +88,10 @@ def _refuse_without_values(model: nn.Module) -> None:
                 "Weights exist before the first batch, so that they depend on the seed alone.",
                 "Use the module with explicit sizes.",
             )
+
+
+def _refuse_without_values(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise JobError(
                 f"{name} is on the meta device.",
@@ -88,20 +115,26 @@ def _refuse_unsaveable(model: nn.Module) -> None:
 def _make_dense(model: nn.Module) -> None:
     """Copies parameters with gaps in memory, such as a slice of a tensor: fused optimizers know of no gaps."""
     for parameter in model.parameters():
-        if torch.empty_like(parameter).stride() != parameter.stride():
+        if not is_dense(parameter):
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
     """Two parameters in one memory stay tied or not as the precision and the device have it."""
-    owners: dict[int, str] = {}
+    owners: dict[tuple[int, int], str] = {}
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
             continue
-        owner = owners.setdefault(parameter.data_ptr(), name)
+        owner = owners.setdefault(_address(parameter), name)
         if owner != name:
             raise JobError(
                 f"the parameters {owner} and {name} are two, and share their memory.",
                 "Weights are tied by being one parameter: another precision or device would untie these.",
                 "Assign the parameter itself, as in head.weight = embed.weight, and not its .data.",
             )
+
+
+def _address(tensor: Tensor) -> tuple[int, int]:
+    if tensor.is_meta:
+        return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.data_ptr(), 0

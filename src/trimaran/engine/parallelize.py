@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from trimaran.engine.blocks import apply_compile, apply_recompute, find_blocks
-from trimaran.engine.init import build_model, cast_parameters
+from trimaran.engine.init import build_model, cast_parameters, record_model
 from trimaran.engine.local import local_parameters, refuse_whole_tensor_optimizer
 from trimaran.engine.precision import parameter_dtype
 from trimaran.engine.shard import apply_shards
