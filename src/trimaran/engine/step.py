@@ -256,6 +256,11 @@ class Engine:
             output = self.model(**{name: tensors[key] for name, key in self._inputs.items()})
         return upcast_output(output)
 
+    def backward(self, total: Tensor) -> None:
+        """The backward of a loss that was computed from `forward`'s output."""
+        with nullcontext() if self._tensor is None else self._tensor.active():
+            total.backward()
+
     def seed_micro_batch(self, index: int, micro_batch: MicroBatch) -> None:
         """Seeds what a forward draws from (dropout) under (seed, step, position of its first sample)."""
         seed_forward(self.world.device, derive_seed(self._seed, index, micro_batch.position))
@@ -267,7 +272,7 @@ class Engine:
                 self.seed_micro_batch(index, micro_batch)
                 scaled = self.loss.total(self.forward(tensors), tensors) * factor
             with self.phases("backward"):
-                scaled.backward()
+                self.backward(scaled)
         return scaled.detach()
 
     def _local_gradients(self) -> list[Tensor]:

@@ -49,7 +49,7 @@ class TensorParallel:
         self._model = model
         self._functions = PartwiseFunctions()
         self._watch: Watch | None = Watch(self._functions)
-        self._depth = 0
+        self._is_active = False
         self._entered: tuple[Tensor, Tensor, tuple[bool, int]] | None = None
 
     @property
@@ -59,12 +59,23 @@ class TensorParallel:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, plain tensors count as replicated, and cut ones are computed on part by part."""
-        if self._functions in _function_modes():
+        """Inside, plain tensors count as replicated, and cut ones are computed on part by part.
+
+        A backward belongs inside as its forward does: torch takes both settings along to the threads that run it.
+        """
+        if self._is_active:
             yield
             return
-        with self._replicating(), self._functions:
-            yield
+        dispatcher = DTensor._op_dispatcher
+        before, dispatcher._allow_implicit_replication = dispatcher._allow_implicit_replication, True
+        self._is_active = True
+        try:
+            with self._functions:
+                yield
+        finally:
+            self._is_active = False
+            self._entered = None
+            dispatcher._allow_implicit_replication = before
 
     def wrap_loss(self, loss: Loss) -> Loss:
         """The loss, computed on cut logits; its total is a plain scalar, from which a backward may start."""
@@ -106,24 +117,6 @@ class TensorParallel:
                 numbers.copy_(total.view(numbers.shape))
                 parameter.grad = with_local(parameter, numbers)
 
-    @contextmanager
-    def _replicating(self) -> Iterator[None]:
-        self._begin()
-        try:
-            yield
-        finally:
-            self._end()
-
-    def _begin(self) -> None:
-        self._depth += 1
-        DTensor._op_dispatcher._allow_implicit_replication = True
-
-    def _end(self) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._entered = None
-            DTensor._op_dispatcher._allow_implicit_replication = False
-
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The whole model's."""
         if not torch.is_grad_enabled():
@@ -137,11 +130,6 @@ class TensorParallel:
             self._watch = None  # once is enough: every forward takes the same way
             return output
 
-    def _block_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A block's: recompute runs it outside of the model's."""
-        with self.active():
-            return forward(*args, **kwargs)
-
 
 class _CutLoss:
     def __init__(self, loss: Loss, tensor: TensorParallel) -> None:
@@ -154,37 +142,14 @@ class _CutLoss:
     def total(self, output: Any, batch: Batch, /) -> Tensor:
         with self._tensor.active():
             total = self._loss.total(output, batch)
-            total = total.full_tensor() if isinstance(total, DTensor) else total
-        if isinstance(total, Tensor) and total.requires_grad:
-            total = _BackwardBegins.apply(total, self._tensor)  # type: ignore[no-untyped-call]
-        return total
+            return total.full_tensor() if isinstance(total, DTensor) else total
 
     def __repr__(self) -> str:
         return repr(self._loss)
 
 
-class _BackwardBegins(torch.autograd.Function):
-    """Makes a backward that starts here see plain tensors as replicated, as its forward did."""
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, tensor: TensorParallel) -> Tensor:
-        ctx.tensor = tensor
-        return total.view_as(total)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.tensor._begin()
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.tensor._end)  # type: ignore[attr-defined]
-        return gradients[0], None
-
-
 def apply_tensor(
-    model: nn.Module,
-    plan: Mapping[str, object] | None,
-    mesh: DeviceMesh,
-    *,
-    sp: bool,
-    blocks: Mapping[str, nn.Module],
+    model: nn.Module, plan: Mapping[str, object] | None, mesh: DeviceMesh, *, sp: bool
 ) -> TensorParallel:
     """Cuts the model's parameters over `mesh` and its layers as `plan` declares, in place; no collective.
 
@@ -198,8 +163,6 @@ def apply_tensor(
         forward = _forward_of(module, declared.get(name), tensor)
         if forward is not None:
             module.forward = forward
-    for block in blocks.values():
-        block.forward = partial(tensor._block_forward, block.forward)
     model.forward = partial(tensor._forward, model.forward)
     return tensor
 
@@ -326,7 +289,3 @@ def _replicated_linear(tensor: TensorParallel, forward: Callable[[Tensor], Tenso
 
 def _gather(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _function_modes() -> list[Any]:
-    return torch.overrides._get_current_function_mode_stack()
