@@ -48,7 +48,7 @@ def build_engine(
     tensor = None
     if layout.tp > 1:
         assert world.mesh is not None
-        tensor = apply_tensor(model, job.tp_plan, world.mesh["tp"], sp=layout.sp)
+        tensor = apply_tensor(model, job.tp_plan, world.mesh["tp"], sp=layout.sp, blocks=blocks)
     if layout.recompute != "none":
         apply_recompute(_need_blocks(model, blocks, f"recompute={layout.recompute}"), layout.recompute)
     if layout.compile:

@@ -259,7 +259,7 @@ class Engine:
     def backward(self, total: Tensor) -> None:
         """The backward of a loss that was computed from `forward`'s output."""
         with nullcontext() if self._tensor is None else self._tensor.active():
-            total.backward()
+            torch.autograd.backward(total)  # total.backward() would leave the context behind
 
     def seed_micro_batch(self, index: int, micro_batch: MicroBatch) -> None:
         """Seeds what a forward draws from (dropout) under (seed, step, position of its first sample)."""

@@ -131,6 +131,13 @@ class TensorParallel:
             return output
 
 
+    def _block_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A block's, which recompute runs in the backward, where torch keeps no function mode."""
+        is_there = self._functions in torch.overrides._get_current_function_mode_stack()
+        with nullcontext() if is_there else self._functions:
+            return forward(*args, **kwargs)
+
+
 class _CutLoss:
     def __init__(self, loss: Loss, tensor: TensorParallel) -> None:
         self._loss = loss
@@ -149,11 +156,16 @@ class _CutLoss:
 
 
 def apply_tensor(
-    model: nn.Module, plan: Mapping[str, object] | None, mesh: DeviceMesh, *, sp: bool
+    model: nn.Module,
+    plan: Mapping[str, object] | None,
+    mesh: DeviceMesh,
+    *,
+    sp: bool,
+    blocks: Mapping[str, nn.Module],
 ) -> TensorParallel:
     """Cuts the model's parameters over `mesh` and its layers as `plan` declares, in place; no collective.
 
-    Every rank must call it with the same weights in place. Raises LayoutError or JobError where the plan does not fit.
+    `blocks` are what recompute may run again. Every rank must call it with the same weights in place. Raises LayoutError or JobError where the plan does not fit.
     """
     tensor = TensorParallel(model, mesh, sp=sp)
     declared = match_plan(model, plan, mesh.size())
@@ -163,6 +175,8 @@ def apply_tensor(
         forward = _forward_of(module, declared.get(name), tensor)
         if forward is not None:
             module.forward = forward
+    for block in blocks.values():
+        block.forward = partial(tensor._block_forward, block.forward)
     model.forward = partial(tensor._forward, model.forward)
     return tensor
 
