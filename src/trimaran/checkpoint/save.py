@@ -12,13 +12,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimaran.checkpoint.parts import rows_in_order
 from trimaran.errors import CheckpointError
+from trimaran.tensor_plan import DealtRows
 
 
-def save_weights(model: nn.Module, path: Path | None) -> None:
+def save_weights(model: nn.Module, path: Path | None, dealt: Mapping[str, DealtRows] | None = None) -> None:
     """Writes parameters and persistent buffers; what is tied once, by its first name, as `save_pretrained` does.
 
-    Where they are cut every rank must call it; `path` is None on those that give their parts and write nothing.
+    Where they are cut every rank must call it; `path` is None on those that give their parts and write nothing. `dealt`
+    are the orders of parameters' rows on the ranks, by name, where they are not the model's.
     """
     tensors: dict[str, Tensor] = {}
     written: set[tuple[object, ...]] = set()
@@ -28,7 +31,7 @@ def save_weights(model: nn.Module, path: Path | None) -> None:
         place = (local.data_ptr() if local.numel() else name, each.shape, each.stride(), each.dtype)
         memory = local.untyped_storage().data_ptr()
         if each.numel() == 0 or place not in written:
-            whole = _gather(each)
+            whole = _gather(each, (dealt or {}).get(name))
             # A part of another tensor is written as one of its own: safetensors refuses what overlaps.
             tensors[name] = whole.clone() if memory in memories else whole
         written.add(place)
@@ -36,14 +39,23 @@ def save_weights(model: nn.Module, path: Path | None) -> None:
     _write(tensors, path)
 
 
-def save_trained_weights(model: nn.Module, path: Path | None) -> None:
+def save_trained_weights(model: nn.Module, path: Path | None, dealt: Mapping[str, DealtRows] | None = None) -> None:
     """Writes only the parameters that require a gradient: of an adapted model, the adapters. Called as the other."""
-    _write({name: _gather(each) for name, each in model.named_parameters() if each.requires_grad}, path)
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    _write({name: _gather(each, (dealt or {}).get(name)) for name, each in trained.items()}, path)
 
 
-def _gather(tensor: Tensor) -> Tensor:
-    whole = tensor.detach()
-    return whole.full_tensor().cpu() if isinstance(whole, DTensor) else whole
+def _gather(tensor: Tensor, order: DealtRows | None) -> Tensor:
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gathered = tensor.full_tensor().cpu()
+    if order is None:
+        return gathered
+    whole = torch.empty_like(gathered)
+    for rows, offset in rows_in_order(gathered, (0,) * gathered.dim(), order):
+        whole[offset[0] : offset[0] + rows.shape[0]] = rows
+    return whole
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path | None) -> None:
