@@ -113,7 +113,7 @@ class StateNames:
             tensors |= within
             if name in self._dealt:
                 cut = (key for key, tensor in within.items() if isinstance(tensor, DTensor))
-                state.orders |= {OPTIMIZER + key: self._dealt[name] for key in cut}
+                state.orders.update({OPTIMIZER + key: self._dealt[name] for key in cut})
             (parameters if name is not None else shared)[name or owner_key] = packed
         changed = []
         for group, before in zip(self._optimizer.param_groups, self._options, strict=True):

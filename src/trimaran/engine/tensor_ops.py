@@ -136,16 +136,21 @@ def _is_cut(tensor: object, dim: int) -> bool:
 
 def _attend(query: Any, key: Any, value: Any, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     """Attention [B, H, T, D] of this rank's heads."""
-    alike = all(isinstance(each, DTensor) and each.placements == query.placements for each in (key, value))
-    placement = query.placements[0]
-    if not alike or query.ndim != 4 or not (placement.is_replicate() or placement.is_shard(1)):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
-    mesh, num_heads = query.device_mesh, query.shape[1]
-    local = [each.to_local() for each in (query, key, value)]
+    mesh, placement, num_heads = query.device_mesh, query.placements[0], query.shape[1]
+    placements = [each.placements[0] if isinstance(each, DTensor) else Replicate() for each in (query, key, value)]
+    is_cut = query.ndim == 4 and placement.is_shard(1)
+    if any(each != placement for each in placements) or not (is_cut or placement.is_replicate()):
+        told = (f"cut along dim {each.dim}" if isinstance(each, Shard) else "whole" for each in placements)
+        raise LayoutError(
+            f"attention of queries, keys and values that lie on the tensor ranks as: {', '.join(told)}.",
+            "Each tensor rank computes whole heads, of all three alike: [samples, heads, positions, width], cut along dim 1.",
+            "Declare the layers of all three as colwise, or none.",
+        )
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in (query, key, value)]
     if attn_mask is not None:
         attn_mask = attn_mask.full_tensor() if isinstance(attn_mask, DTensor) else attn_mask
         head_dim = attn_mask.ndim - 3
-        if placement.is_shard() and head_dim >= 0 and attn_mask.shape[head_dim] == num_heads > 1:
+        if is_cut and head_dim >= 0 and attn_mask.shape[head_dim] == num_heads > 1:
             count = local[0].shape[1]
             attn_mask = attn_mask.narrow(head_dim, mesh.get_local_rank() * count, count)
     mixed = F.scaled_dot_product_attention(*local, attn_mask, *args, **kwargs)
