@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trimaran.options import RunOptions
     from trimaran.prove import check_job
     from trimaran.run import Run, start, train
+    from trimaran.tensor_plan import colwise, rowwise, sequence, vocab
 
 _HOMES = {
     "Cluster": "cluster",
@@ -28,9 +29,13 @@ _HOMES = {
     "Run": "run",
     "Weights": "job",
     "check_job": "prove",
+    "colwise": "tensor_plan",
     "export_weights": "checkpoint",
+    "rowwise": "tensor_plan",
+    "sequence": "tensor_plan",
     "start": "run",
     "train": "run",
+    "vocab": "tensor_plan",
 }
 _MODULES = ("data", "errors", "losses", "optim")
 
@@ -42,13 +47,17 @@ __all__ = [
     "RunOptions",
     "Weights",
     "check_job",
+    "colwise",
     "data",
     "errors",
     "export_weights",
     "losses",
     "optim",
+    "rowwise",
+    "sequence",
     "start",
     "train",
+    "vocab",
 ]
 
 

@@ -162,6 +162,8 @@ class Job:
     such as "layers.*"; None takes the entries of its ModuleLists."""
     chain: Sequence[str] | None = None
     tp_plan: Mapping[str, Any] | None = None
+    """How layouts with tp cut the model: globs over module names -> "colwise", "rowwise", "vocab" or "sequence", or
+    tm.colwise(heads=..., parts=...). Hugging Face's base_model_tp_plan is one. What no glob names is replicated."""
 
     def __post_init__(self) -> None:
         self._check_callables()

@@ -57,6 +57,12 @@ class Layout:
                 "shard is the number of ranks that share what zero cuts.",
                 "Give zero=1, 2 or 3, or leave shard out.",
             )
+        if self.sp and self.tp == 1:
+            raise LayoutError(
+                "sp=true with tp=1.",
+                "sp cuts the activations between the blocks over the tensor ranks, and there is one.",
+                "Give tp=2 or more, or leave sp out.",
+            )
         self._refuse_what_is_not_built()
 
     def _refuse_what_is_not_built(self) -> None:
@@ -138,7 +144,7 @@ class ResolvedLayout(Layout):
     micro_batch: int
 
 
-_BUILT = ("dp", "zero", "shard", "micro_batch", "precision", "recompute", "compile")
+_BUILT = ("dp", "tp", "sp", "zero", "shard", "micro_batch", "precision", "recompute", "compile")
 _KNOWN = f"A layout's axes are: {', '.join(item.name for item in fields(Layout))}."
 
 

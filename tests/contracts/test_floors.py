@@ -11,7 +11,7 @@ from contract_reading import Import, imports, is_package, sources
 FLOORS: tuple[tuple[str, frozenset[str]], ...] = (
     ("0 errors", frozenset({"errors"})),  # beneath the other words, which raise them
     ("0 words", frozenset({"units"})),
-    ("1 nouns", frozenset({"job", "layout", "batch", "cluster", "options", "records", "phases"})),
+    ("1 nouns", frozenset({"job", "layout", "batch", "cluster", "options", "records", "phases", "tensor_plan"})),
     ("2 world", frozenset({"world"})),
     ("3 mechanisms", frozenset({"data", "losses", "optim", "engine", "checkpoint"})),
     ("4 foresight", frozenset({"planner"})),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from parity_engine import start
+from parity_engine import start, whole_gradients, whole_state, whole_weights
 from parity_plain import Trace, optimizer_state
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -48,9 +48,12 @@ class HFCase:
     micro_batch: int | None = None
     precision: Precision = "fp64"
     adam: bool = False
+    tp: int = 1
+    layout: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}-dp{self.dp}-micro{self.micro_batch or 'whole'}{'-adam' if self.adam else ''}"
+        cut = f"dp{self.dp}-" + (f"tp{self.tp}-" if self.tp > 1 else "") + f"{self.layout}-" * bool(self.layout)
+        return f"{self.name}-{cut}micro{self.micro_batch or 'whole'}{'-adam' if self.adam else ''}"
 
 
 def llama(*, tied: bool = False) -> LlamaForCausalLM:
@@ -147,6 +150,7 @@ def build_job(case: HFCase) -> tm.Job:
         "global_batch": GLOBAL_BATCH,
         "epochs": EPOCHS,
         "seed": SEED,
+        "tp_plan": LlamaConfig.base_model_tp_plan,
     }
     if case.name == "vit":
         return tm.Job(data=image_samples(), inputs=("pixel_values",), loss=tm.losses.cross_entropy(), **common)
@@ -161,17 +165,22 @@ def build_job(case: HFCase) -> tm.Job:
 
 def engine_run(case: HFCase) -> Trace:
     """Trains the case to its end on this rank."""
-    engine, loader, _ = start(build_job(case), precision=case.precision, micro_batch=case.micro_batch)
-    trained = {name: each for name, each in engine.model.named_parameters() if each.requires_grad}
+    engine, loader, _ = start(
+        build_job(case),
+        precision=case.precision,
+        micro_batch=case.micro_batch,
+        layout=f"dp={case.dp} tp={case.tp} {case.layout}",
+    )
     trace = Trace()
     for batch in loader:
         engine.accumulate(batch)
         if batch.index == 0:
-            trace.first_gradients = {name: each.grad.clone() for name, each in trained.items()}
+            trace.first_gradients = whole_gradients(engine)
         result = engine.update()
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-    return _finish(trace, engine.model, engine.optimizer, trained)
+    trace.weights, trace.state = whole_weights(engine), whole_state(engine)
+    return trace
 
 
 def plain_run(case: HFCase) -> Trace:

@@ -18,6 +18,7 @@ import trimaran.engine.replicas as replicas
 from trimaran.checkpoint.state import OPTIMIZER, StateNames
 from trimaran.data import BatchLoader, Order, build_loader
 from trimaran.engine import Engine, build_engine
+from trimaran.engine.tensor import undeal
 from trimaran.layout import Layout, Precision, ResolvedLayout
 from trimaran.world.groups import World, join_default_group, open_world
 
@@ -102,11 +103,28 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def in_order(engine: Engine, name: str, tensor: Tensor) -> Tensor:
+    """All of a parameter's tensor, with its rows as the model has them."""
+    order = engine.dealt.get(name)
+    gathered = whole(tensor.detach()).clone()
+    return undeal(gathered, order) if order is not None and gathered.dim() else gathered
+
+
+def whole_gradients(engine: Engine) -> dict[str, Tensor]:
+    """Those of all trained parameters."""
+    trained = {name: each for name, each in engine.model.named_parameters() if each.requires_grad}
+    return {name: in_order(engine, name, each.grad) for name, each in trained.items() if each.grad is not None}
+
+
+def whole_weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: in_order(engine, name, each) for name, each in engine.model.named_parameters()}
+
+
 def whole_state(engine: Engine) -> dict[str, Tensor]:
     """As `optimizer_state`, from what a checkpoint would hold."""
     tensors = StateNames(engine.model, engine.optimizer, engine.updated).collect().tensors
     parts = {name.removeprefix(OPTIMIZER).rpartition("."): each for name, each in tensors.items() if OPTIMIZER in name}
-    return {f"{kind}/{name}": whole(each).detach().clone() for (name, _, kind), each in parts.items()}
+    return {f"{kind}/{name}": in_order(engine, name, each) for (name, _, kind), each in parts.items()}
 
 
 def engine_runs(cases: list[Case]) -> list[Trace]:

@@ -33,7 +33,11 @@ def reference(case: HFCase) -> Trace:
     ids=str,
 )
 def test_three_steps_equal_plain_pytorch_in_float64(pool: Pool, case: HFCase) -> None:
-    traces = pool.run(engine_run, case.dp, case)
+    check(pool, case)
+
+
+def check(pool: Pool, case: HFCase) -> None:
+    traces = pool.run(engine_run, case.dp * case.tp, case)
     assert_same_bits(traces)
     actual, expected = traces[0], reference(case)
     assert_close(actual.first_gradients, expected.first_gradients, TOLERANCE, "first gradient")
@@ -41,6 +45,19 @@ def test_three_steps_equal_plain_pytorch_in_float64(pool: Pool, case: HFCase) ->
     assert actual.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=0)
     assert_close(actual.weights, expected.weights, TOLERANCE, "weight")
     assert_state_close(actual.state, expected.state, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        HFCase("llama", tp=2, micro_batch=2),
+        HFCase("llama", tp=2, layout="sp=true", adam=True),
+        HFCase("llama", dp=2, tp=2, micro_batch=2, layout="sp=true zero=3"),
+    ],
+    ids=str,
+)
+def test_tensor_parallelism_by_their_own_plan(pool: Pool, case: HFCase) -> None:
+    check(pool, case)
 
 
 def test_tied_weights_stay_tied_and_learn() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from trimaran.errors import CheckpointError
+from trimaran.tensor_plan import DealtRows
 from trimaran.world.groups import World
 from trimaran.world.place import CUTTING_AXES
 
@@ -73,13 +74,31 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return local.detach(), offset
 
 
-def parts_to_write(tensors: Mapping[str, Tensor], world: World) -> list[Part]:
+def rows_in_order(local: Tensor, offset: tuple[int, ...], order: DealtRows | None) -> Iterator[tuple[Tensor, Any]]:
+    """A rank's numbers and where they begin in the whole; where rows were dealt in an `order`, run by run."""
+    if order is None or not local.dim():
+        yield local, offset
+        return
+    for at, start, count in order.runs(offset[0], offset[0] + local.shape[0]):
+        yield local[at : at + count], (start, *offset[1:])
+
+
+def parts_to_write(
+    tensors: Mapping[str, Tensor], world: World, orders: Mapping[str, DealtRows] | None = None
+) -> list[Part]:
     """The parts of these tensors that this rank writes, so that each is written once and all write alike much.
+
+    `orders` are those in which tensors' rows lie on the ranks, where they are not the model's.
 
     Needs no other rank: those that hold the same box see the same parts in the same order, and deal them alike.
     """
     holders = cache(world.ranks_beside)  # a question to the mesh takes a millisecond
-    held = [piece for name, tensor in tensors.items() for piece in _cut(_part(name, tensor, holders))]
+    held = [
+        piece
+        for name, tensor in tensors.items()
+        for part in _parts(name, tensor, (orders or {}).get(name), holders)
+        for piece in _cut(part)
+    ]
     load: dict[tuple[int, ...], dict[int, int]] = {}
     chosen: dict[int, int] = {}
     # Largest first to whoever has least so far.
@@ -92,9 +111,12 @@ def parts_to_write(tensors: Mapping[str, Tensor], world: World) -> list[Part]:
     return [part for index, part in enumerate(held) if chosen[index] == world.rank]
 
 
-def _part(name: str, tensor: Tensor, holders: Callable[[frozenset[str]], tuple[int, ...]]) -> Part:
-    local, offset = local_part(tensor)
-    return Part(name, local, offset, whole_shape(tensor), tensor.is_complex(), holders(sharded_axes(tensor)))
+def _parts(
+    name: str, tensor: Tensor, order: DealtRows | None, holders: Callable[[frozenset[str]], tuple[int, ...]]
+) -> Iterator[Part]:
+    axes = sharded_axes(tensor)
+    for local, offset in rows_in_order(*local_part(tensor), order):
+        yield Part(name, local, offset, whole_shape(tensor), tensor.is_complex(), holders(axes))
 
 
 def sharded_axes(tensor: Tensor) -> frozenset[str]:

@@ -17,10 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trimaran.checkpoint.parts import local_part
+from trimaran.checkpoint.parts import local_part, rows_in_order
 from trimaran.checkpoint.shard_file import DTYPES, digest_file
 from trimaran.errors import CheckpointError
 from trimaran.records import FileRecord, Manifest, PartRecord, StateRecord, TensorRecord, read_manifest, read_state
+from trimaran.tensor_plan import DealtRows
 
 _NUM_THREADS = 4
 """More than a rank has cores, perhaps: some wait for the disk while others compute digests."""
@@ -99,10 +100,13 @@ class CheckpointReader:
         tensor = self.read_box(name, (0,) * len(record.shape), record.shape)
         return torch.view_as_complex(tensor) if record.is_complex else tensor
 
-    def read_into(self, target: Tensor, name: str) -> None:
-        """Fills this rank's part of `target`, which has the whole tensor's shape, in its own type."""
-        local, offset = local_part(target)
-        self._fill(local, name, offset)
+    def read_into(self, target: Tensor, name: str, order: DealtRows | None = None) -> None:
+        """Fills this rank's part of `target`, which has the whole tensor's shape, in its own type.
+
+        `order` is that in which the target's rows lie on the ranks, where it is not the model's.
+        """
+        for local, offset in rows_in_order(*local_part(target), order):
+            self._fill(local, name, offset)
 
     def read_box(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The numbers from `offset` on in `shape`, which must lie in the whole, on the CPU, in their saved type."""

@@ -126,7 +126,7 @@ class Saver:
         state, parts, fault = NamedState(), [], None
         try:
             state = collect()
-            parts = parts_to_write(state.tensors, self._world)
+            parts = parts_to_write(state.tensors, self._world, state.orders)
             for part in parts:
                 _check_dtype(part)
         except TrimaranError as problem:

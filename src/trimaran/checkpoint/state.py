@@ -16,6 +16,7 @@ from trimaran.checkpoint.packing import pack, unpack
 from trimaran.checkpoint.parts import whole_shape
 from trimaran.checkpoint.reading import CheckpointReader
 from trimaran.errors import CheckpointError
+from trimaran.tensor_plan import DealtRows
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 _ENGINE_SETS = ("params", "lr", "base_lr", "initial_lr", "param_names")
@@ -23,12 +24,16 @@ _ENGINE_SETS = ("params", "lr", "base_lr", "initial_lr", "param_names")
 
 @dataclass(frozen=True)
 class NamedState:
-    """Tensors by their names in a checkpoint, live ones, and the plain values beside them."""
+    """Tensors by their names in a checkpoint, live ones, and the plain values beside them.
+
+    `orders` are those in which tensors' rows lie on the ranks, where they are not the model's.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    orders: dict[str, DealtRows] = field(default_factory=dict)
 
 
 class StateNames:
@@ -36,7 +41,7 @@ class StateNames:
 
     Options of a parameter group that the optimizer itself has changed since are state; the others are the job's.
     `updated` is what the optimizer holds, by name, where that is not the model's parameters but a rank's numbers of
-    them.
+    them; `dealt` are the orders of parameters' rows on the ranks, by name, where they are not the model's.
     """
 
     def __init__(
@@ -44,12 +49,14 @@ class StateNames:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         updated: Mapping[str, nn.Parameter] | None = None,
+        dealt: Mapping[str, DealtRows] | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._parameters = dict(model.named_parameters())
         self._updated = self._parameters if updated is None else updated
         self._names = {parameter: name for name, parameter in self._updated.items()}
+        self._dealt = dealt or {}
         self._options = [self._pack_options(group) for group in optimizer.param_groups]
 
     def collect(self) -> NamedState:
@@ -64,7 +71,7 @@ class StateNames:
 
         Raises CheckpointError where names, shapes or the optimizer are others; what was restored by then is lost.
         """
-        restore_model(self._model, reader, model)
+        restore_model(self._model, reader, model, self._dealt)
         self._restore_optimizer(reader, optimizer)
 
     def _collect_model(self, state: NamedState) -> None:
@@ -75,6 +82,8 @@ class StateNames:
             first = first_names[name]
             if first == name:
                 state.tensors[MODEL + name] = tensor
+                if name in self._dealt:
+                    state.orders[MODEL + name] = self._dealt[name]
             else:
                 state.aliases[MODEL + name] = MODEL + first
         for name, value in extra.items():
@@ -99,7 +108,12 @@ class StateNames:
                 )
             if name is not None:
                 entries = {key: self._whole(name, value) for key, value in entries.items()}
-            packed = pack(entries, name or f"*{owner}", tensors)
+            within: dict[str, Tensor] = {}
+            packed = pack(entries, name or f"*{owner}", within)
+            tensors |= within
+            if name in self._dealt:
+                cut = (key for key, tensor in within.items() if isinstance(tensor, DTensor))
+                state.orders.update({OPTIMIZER + key: self._dealt[name] for key in cut})
             (parameters if name is not None else shared)[name or owner_key] = packed
         changed = []
         for group, before in zip(self._optimizer.param_groups, self._options, strict=True):
@@ -131,7 +145,9 @@ class StateNames:
                 continue  # of another pipeline stage; a model without it was refused by its weights
             parameter, updated = self._parameters[name], self._updated[name]
             group = next(each for each in optimizer.param_groups if any(one is updated for one in each["params"]))
-            read = partial(_read_beside, reader, owner=name, parameter=parameter, group=group)
+            read = partial(
+                _read_beside, reader, owner=name, parameter=parameter, group=group, order=self._dealt.get(name)
+            )
             state = unpack(packed, read)
             if updated is not parameter:
                 state = {key: _own_numbers(value) for key, value in state.items()}
@@ -179,10 +195,15 @@ class StateNames:
         return options
 
 
-def restore_model(model: nn.Module, reader: CheckpointReader, extra: Mapping[str, Any] | None = None) -> None:
+def restore_model(
+    model: nn.Module,
+    reader: CheckpointReader,
+    extra: Mapping[str, Any] | None = None,
+    dealt: Mapping[str, DealtRows] | None = None,
+) -> None:
     """Copies a checkpoint's weights and persistent buffers into `model`, in its types and in its cut.
 
-    `extra` is what modules keep as extra state; None leaves theirs. Raises CheckpointError that names what is missing
+    `extra` is what modules keep as extra state; None leaves theirs. `dealt` as in `StateNames`. Raises CheckpointError that names what is missing
     or has another shape; the model is then as it was.
     """
     tensors, own_extra = _split(model)
@@ -203,7 +224,7 @@ def restore_model(model: nn.Module, reader: CheckpointReader, extra: Mapping[str
             )
     with torch.no_grad():
         for name, source in found.items():
-            reader.read_into(tensors[name], source)
+            reader.read_into(tensors[name], source, (dealt or {}).get(name))
     if extra is not None and own_extra:
         packed = {name: extra[name] for name in own_extra if name in extra}
         values = {name: unpack(each, lambda key: reader.read(MODEL + key)) for name, each in packed.items()}
@@ -211,7 +232,13 @@ def restore_model(model: nn.Module, reader: CheckpointReader, extra: Mapping[str
 
 
 def _read_beside(
-    reader: CheckpointReader, key: str, *, owner: str, parameter: Tensor, group: Mapping[str, Any]
+    reader: CheckpointReader,
+    key: str,
+    *,
+    owner: str,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    order: DealtRows | None,
 ) -> Tensor:
     """A tensor of a parameter's state: cut, strided and placed like the parameter where it has its shape.
 
@@ -239,7 +266,7 @@ def _read_beside(
         dtype = dtype.to_complex()
     # Strides too: fused kernels go through parameter and state side by side, and do not look at strides.
     like = torch.empty_like(parameter.detach(), dtype=dtype)
-    reader.read_into(like, name)
+    reader.read_into(like, name, order)
     return like
 
 

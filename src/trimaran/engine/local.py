@@ -26,6 +26,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def with_local(like: Tensor, local: Tensor) -> Tensor:
+    """A tensor that is cut as `like`, in whose memory this rank's part is `local`; `local` itself where `like` is plain."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> a parameter with this rank's numbers, in the same memory; those that are not cut are the model's own."""
     return {

@@ -16,14 +16,17 @@ _ROW = 2**15
 """Elements a CPU sums in one go: torch adds float32 squares in a row there, and is off by 1e-3 at 2e7 elements."""
 
 
-def counts_here(parameter: Tensor, world: World) -> bool:
-    """Whether this rank is the one that counts what it holds of a parameter: the first of those that hold the same."""
+def counts_here(parameter: Tensor, world: World, axes: Sequence[str]) -> bool:
+    """Whether this rank is the one that counts what it holds of a parameter: the first of those that hold the same.
+
+    `axes` are those over which the squares are summed.
+    """
     cut: set[str] = set()
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
         placements = zip(names, parameter.placements, strict=True)
         cut = {name for name, placement in placements if isinstance(placement, Shard | _StridedShard)}
-    return all(getattr(world.place, axis) == 0 for axis in ("replicate", "shard", "tp") if axis not in cut)
+    return all(getattr(world.place, axis) == 0 for axis in axes if axis not in cut)
 
 
 def global_norm(

@@ -12,6 +12,7 @@ from trimaran.engine.local import local_parameters, refuse_whole_tensor_optimize
 from trimaran.engine.precision import parameter_dtype
 from trimaran.engine.shard import apply_shards
 from trimaran.engine.step import Engine
+from trimaran.engine.tensor import apply_tensor
 from trimaran.errors import JobError, LayoutError
 from trimaran.job import Job
 from trimaran.layout import ResolvedLayout
@@ -42,8 +43,12 @@ def build_engine(
     model.to(world.device)
     if not model.training:
         model.train()
-    # In this order: cut the pipeline, tensor (both to come), recompute, compile, shard.
+    # In this order: cut the pipeline (to come), tensor, recompute, compile, shard.
     blocks = find_blocks(model, job.blocks)
+    tensor = None
+    if layout.tp > 1:
+        assert world.mesh is not None
+        tensor = apply_tensor(model, job.tp_plan, world.mesh["tp"], sp=layout.sp, blocks=blocks)
     if layout.recompute != "none":
         apply_recompute(_need_blocks(model, blocks, f"recompute={layout.recompute}"), layout.recompute)
     if layout.compile:
@@ -54,18 +59,19 @@ def build_engine(
     lr = job.optimizer.rate(job.global_batch).value
     updated = local_parameters(model)
     optimizer = job.optimizer.build(updated.items(), lr)
-    if shards is not None:
-        refuse_whole_tensor_optimizer(optimizer, f"zero={layout.zero}")
+    if shards is not None or tensor is not None:
+        refuse_whole_tensor_optimizer(optimizer, f"zero={layout.zero} tp={layout.tp}")
     return Engine(
         model=model,
         world=world,
         precision=layout.precision,
-        loss=job.loss,
+        loss=job.loss if tensor is None else tensor.wrap_loss(job.loss),
         metrics=job.metrics,
         inputs=job.input_keys,
         optimizer=optimizer,
         updated=updated,
         shards=shards,
+        tensor=tensor,
         lr=lr,
         lr_factor=job.schedule.resolve(total_steps=job.total_steps, steps_per_epoch=job.steps_per_epoch),
         clip=job.clip,

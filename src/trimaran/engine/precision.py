@@ -6,7 +6,7 @@ loss in float32; the forward under torch.autocast. docs/numerics.md has the whol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -34,16 +34,22 @@ def forward_context(precision: Precision, device: torch.device) -> AbstractConte
 
 
 def upcast_output(output: Any) -> Any:
-    """An output whose half-precision tensors are in float32, so that no loss sums in half precision.
+    """An output whose half-precision tensors are in float32, so that no loss sums in half precision."""
+    return map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in _HALVES else tensor)
+
+
+def map_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """An output with each of its tensors replaced.
 
     Looks into tuples, lists, dicts, what else torch's pytrees know (Hugging Face's outputs), and dataclasses.
     """
     if is_dataclass(output) and not isinstance(output, Mapping | type):
         raised = copy(output)
         for each in fields(output):
-            object.__setattr__(raised, each.name, upcast_output(getattr(output, each.name)))  # frozen ones too
+            replaced = map_tensors(getattr(output, each.name), function)
+            object.__setattr__(raised, each.name, replaced)  # frozen ones too
         return raised
-    return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in _HALVES else tensor, output)
+    return tree_map_only(Tensor, function, output)
 
 
 @dataclass

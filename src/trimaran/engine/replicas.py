@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from trimaran.engine.local import local_tensor, with_local
 from trimaran.errors import JobError
 
 BUCKET_BYTES = 8 * 2**20
@@ -89,9 +90,10 @@ class Replicas:
         if gradient is None:
             return
         refuse_sparse(gradient)
-        if gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-            parameter.grad = view
+        numbers = local_tensor(gradient)
+        if numbers.data_ptr() != view.data_ptr():
+            view.copy_(numbers)
+            parameter.grad = with_local(gradient, view)
         if not self._last_micro_batch:
             return
         if bucket.work is not None:
@@ -112,7 +114,7 @@ class Replicas:
     def _reduce(self, bucket: Bucket) -> None:
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is None:
-                parameter.grad = view.zero_()
+                parameter.grad = with_local(parameter, view.zero_())
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
 
@@ -125,16 +127,17 @@ def _split_into_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Para
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)
-        size += parameter.numel() * parameter.element_size()
+        size += local_tensor(parameter).numel() * parameter.element_size()
     return buckets
 
 
 def _build_bucket(parameters: list[nn.Parameter]) -> Bucket:
     first = parameters[0]
-    flat = torch.zeros(sum(each.numel() for each in parameters), dtype=first.dtype, device=first.device)
-    pieces = flat.split([each.numel() for each in parameters])
+    local = [local_tensor(each) for each in parameters]
+    flat = torch.zeros(sum(each.numel() for each in local), dtype=first.dtype, device=first.device)
+    pieces = flat.split([each.numel() for each in local])
     # In the parameter's own strides (channels_last, transposed): fused optimizers go through memory side by side.
-    views = [piece.as_strided(each.shape, each.stride()) for piece, each in zip(pieces, parameters, strict=True)]
+    views = [piece.as_strided(each.shape, each.stride()) for piece, each in zip(pieces, local, strict=True)]
     return Bucket(parameters, flat, views)
 
 

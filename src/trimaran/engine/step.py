@@ -20,6 +20,7 @@ from trimaran.engine.precision import LossScale, forward_context, parameter_dtyp
 from trimaran.engine.replicas import Replicas, refuse_sparse
 from trimaran.engine.result import StepResult
 from trimaran.engine.shard import Shards
+from trimaran.engine.tensor import TensorParallel
 from trimaran.engine.update import apply_update
 from trimaran.errors import JobError
 from trimaran.job import Loss
@@ -64,6 +65,7 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         updated: Mapping[str, nn.Parameter],
         shards: Shards | None,
+        tensor: TensorParallel | None,
         lr: float,
         lr_factor: Callable[[int], float],
         clip: float | None,
@@ -94,12 +96,16 @@ class Engine:
         self.updated = updated
         """Name -> what the optimizer holds of a parameter: itself, or this rank's numbers of it, in the same memory."""
         self._updated = [updated[name] for name in trained]
-        # Without shards every rank counts all: it holds all of the sum, and asks nobody.
-        self._counted = [shards is None or counts_here(parameter, world) for parameter in self._parameters]
         self._shards = shards
+        self._tensor = tensor
+        self.dealt = {} if tensor is None else tensor.dealt
+        """Name of a parameter -> the order in which its rows lie on the ranks, where that is not the model's."""
         whole = self._parameters if shards is None else [each for each in self._parameters if each in shards.uncut]
         self._replicas = Replicas(whole, self._data_group) if self._data_group is not None and whole else None
-        self._norm_groups = [] if self._data_group is None or shards is None else [self._data_group]
+        axes = [*(["replicate", "shard"] if shards is not None else []), *(["tp"] if tensor is not None else [])]
+        self._counted = [counts_here(parameter, world, axes) for parameter in self._parameters]
+        groups = [self._data_group if shards is not None else None, world.group("tp") if tensor is not None else None]
+        self._norm_groups = [group for group in groups if group is not None]
         self._buffers = RunningBuffers(model, world)
         self._accumulated: _Accumulated | None = None
         self._unsettled: StepResult | None = None
@@ -184,7 +190,7 @@ class Engine:
     @property
     def is_cut(self) -> bool:
         """Whether no rank holds the whole model, so that a forward and a look at whole weights take all ranks."""
-        return self._shards is not None
+        return self._shards is not None or self._tensor is not None
 
     def settle(self) -> None:
         """Takes in the outcome of the last step, so that `num_updates` and `loss_scale` are those of now."""
@@ -250,6 +256,11 @@ class Engine:
             output = self.model(**{name: tensors[key] for name, key in self._inputs.items()})
         return upcast_output(output)
 
+    def backward(self, total: Tensor) -> None:
+        """The backward of a loss that was computed from `forward`'s output."""
+        with nullcontext() if self._tensor is None else self._tensor.active():
+            torch.autograd.backward(total)  # total.backward() would leave the context behind
+
     def seed_micro_batch(self, index: int, micro_batch: MicroBatch) -> None:
         """Seeds what a forward draws from (dropout) under (seed, step, position of its first sample)."""
         seed_forward(self.world.device, derive_seed(self._seed, index, micro_batch.position))
@@ -261,7 +272,7 @@ class Engine:
                 self.seed_micro_batch(index, micro_batch)
                 scaled = self.loss.total(self.forward(tensors), tensors) * factor
             with self.phases("backward"):
-                scaled.backward()
+                self.backward(scaled)
         return scaled.detach()
 
     def _local_gradients(self) -> list[Tensor]:
@@ -275,6 +286,8 @@ class Engine:
     def _complete_gradients(self) -> None:
         if self._replicas is not None:
             self._replicas.finish_step()
+        if self._tensor is not None:
+            self._tensor.reduce_partial(self._parameters)
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

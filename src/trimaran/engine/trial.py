@@ -44,7 +44,7 @@ def try_micro_batch(engine: Engine, micro_batch: MicroBatch, inputs: Mapping[str
             tensors = engine.to_device(micro_batch)
             total = engine.loss.total(engine.forward(tensors), tensors)
             _check_total(total)
-            total.backward()
+            engine.backward(total)
         unused = _finish_gradients(engine)
         with torch.no_grad(), evaluation_mode(engine.model), unchanged_buffers(engine.model):
             _check_sum(engine, tensors, micro_batch.num_samples)

@@ -97,7 +97,7 @@ def start(
         loader = _training_loader(course, layout, world, options, first_step=begins.step)
         validation = None if job.valid is None else partial(_validation_loader, job, layout, world, options)
         trial, num_tokens = _try_job(engine, job, layout, world, validation)
-        names = StateNames(engine.model, engine.optimizer, engine.updated)
+        names = StateNames(engine.model, engine.optimizer, engine.updated, engine.dealt)
         names.collect()  # what cannot be saved is told now
         restore(begins, engine, names)
         phases.take()

@@ -39,20 +39,20 @@ def finish_run(
 
     The others give their parts where the model is cut over ranks, and draw the sample with rank 0.
     """
-    model = run.engine.model
+    model, dealt = run.engine.model, run.engine.dealt
     some_frozen = not all(each.requires_grad for each in model.parameters())
     if directory is None:
         if run.engine.is_cut:
-            save_weights(model, None)
+            save_weights(model, None, dealt)
             if some_frozen:
-                save_trained_weights(model, None)
+                save_trained_weights(model, None, dealt)
             if run.job.sample is not None and not run.stop_reason:
                 _draw_sample(run)
         return
     path = directory.owned_path(WEIGHTS_FILE)
-    save_weights(model, path)
+    save_weights(model, path, dealt)
     if some_frozen:
-        save_trained_weights(model, directory.owned_path(TRAINED_FILE))
+        save_trained_weights(model, directory.owned_path(TRAINED_FILE), dealt)
     if run.stopped:
         directory.note("stopped", run.last_step, run.stop_reason or "asked on another rank")
     else:

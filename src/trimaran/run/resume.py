@@ -140,7 +140,7 @@ def restore(beginning: Beginning, engine: Engine, names: StateNames) -> None:
     state = beginning.checkpoint.state
     with open_checkpoint(beginning.checkpoint.folder, beginning.checkpoint.manifest) as reader:
         if beginning.way == "from":
-            restore_model(engine.model, reader)
+            restore_model(engine.model, reader, dealt=engine.dealt)
             return
         _check_trained(engine.model, state.trained)
         names.restore(reader, state.model, state.optimizer)

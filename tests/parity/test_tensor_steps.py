@@ -1,0 +1,64 @@
+"""Tensor and sequence parallelism equal one process: gradients, norms, weights, optimizer state (invariants 4-6)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from parity_engine import assert_close, assert_same_bits, assert_state_close
+from tensor_jobs import TensorCase, engine_run, plain_run
+from test_parity_steps import FP32, FP64
+
+from pool import Pool
+
+plain = cache(plain_run)
+
+
+def check(pool: Pool, case: TensorCase, tolerance: float) -> None:
+    traces = pool.run(engine_run, case.num_ranks, case)
+    assert_same_bits(traces)
+    expected, actual = plain(replace(case, layout="", micro_batch=None, plan="whole")), traces[0]
+    assert_close(actual.first_gradients, expected.first_gradients, tolerance, "first gradient")
+    assert actual.norms == pytest.approx(expected.norms, rel=tolerance, abs=0)
+    assert actual.losses == pytest.approx(expected.losses, rel=tolerance, abs=0)
+    assert_close(actual.weights, expected.weights, tolerance, "weight")
+    assert_state_close(actual.state, expected.state, tolerance)
+
+
+LAYOUTS = ("tp=2", "tp=4", "tp=2 sp=true", "tp=4 sp=true", "dp=2 tp=2", "dp=2 tp=2 sp=true")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_five_steps_in_float64(pool: Pool, layout: str, tied: bool) -> None:
+    check(pool, TensorCase(layout, tied=tied), FP64)
+    check(pool, TensorCase(layout, tied=tied, micro_batch=2, optimizer="adamw"), FP64)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2 sp=true"])
+@pytest.mark.parametrize("attend", ["manual", "chunk", "split", "view", "heads_first", "grouped"])
+def test_every_way_of_writing_attention(pool: Pool, attend: str, layout: str) -> None:
+    check(pool, TensorCase(layout, attend=attend, micro_batch=3), FP64)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", ["tp=2", "tp=4 sp=true"])
+def test_a_vocabulary_that_tp_does_not_divide(pool: Pool, layout: str, tied: bool) -> None:
+    check(pool, TensorCase(layout, vocabulary=13, tied=tied), FP64)
+    check(pool, TensorCase(layout, vocabulary=13, tied=tied, smoothing=0.1), FP64)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2 sp=true", "dp=2 tp=2 sp=true"])
+def test_what_is_not_declared_is_replicated(pool: Pool, layout: str) -> None:
+    check(pool, TensorCase(layout, plan="blocks", tied=True, micro_batch=2), FP64)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("more", ["", " sp=true", " recompute=full", " sp=true recompute=selective"])
+def test_with_shards(pool: Pool, stage: int, more: str) -> None:
+    check(pool, TensorCase(f"dp=2 tp=2 zero={stage}{more}", attend="chunk", micro_batch=2), FP64)
+
+
+def test_sgd_in_float32(pool: Pool) -> None:
+    check(pool, TensorCase("dp=2 tp=2 sp=true", precision="fp32", micro_batch=2), FP32)
