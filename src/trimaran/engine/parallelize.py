@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import nn
 
@@ -10,7 +11,7 @@ from trimaran.engine.blocks import apply_compile, apply_recompute, find_blocks
 from trimaran.engine.init import build_model, cast_parameters, record_model
 from trimaran.engine.local import local_parameters, refuse_whole_tensor_optimizer
 from trimaran.engine.precision import parameter_dtype
-from trimaran.engine.shard import apply_shards
+from trimaran.engine.shard import apply_shards, own_part
 from trimaran.engine.step import Engine
 from trimaran.engine.tensor import apply_tensor
 from trimaran.errors import JobError, LayoutError
@@ -31,16 +32,23 @@ def build_engine(
     """The engine that trains `job` on this rank; every rank must call it. `layout` must be resolved for the world.
 
     `load_weights` replaces the constructor's weights, in place, and `check_weights` looks at them, before anything is
-    cast, moved or cut.
+    cast, moved or cut. With init="by_name" a sharded model is cut before it has values, where neither is asked to
+    replace them nor tp to cut them too: no rank then holds more than its shards and one whole tensor, and weights are
+    equal since they follow from their names.
     Raises JobError, OptimizerError or LayoutError where job and layout do not fit.
     """
     _check_precision(layout, world)
-    model = build_model(job.model, job.seed)
+    recorded = record_model(job.model, job.seed) if job.init == "by_name" else None
+    cut_first = recorded is not None and world.shards is not None and layout.tp == 1 and load_weights is None
+    model = build_model(job.model, job.seed) if recorded is None else recorded.model
+    if recorded is not None and not cut_first:
+        recorded.fill()
     for prepare in (load_weights, check_weights):
-        if prepare is not None:
+        if prepare is not None and not cut_first:
             prepare(model)
     cast_parameters(model, parameter_dtype(layout.precision))
-    model.to(world.device)
+    if not cut_first:
+        model.to(world.device)
     if not model.training:
         model.train()
     # In this order: cut the pipeline (to come), tensor, recompute, compile, shard.
@@ -56,6 +64,9 @@ def build_engine(
     shards = None
     if world.shards is not None:
         shards = apply_shards(model, world.shards, stage=layout.zero, blocks=blocks)
+        if recorded is not None and cut_first:
+            recorded.fill(partial(own_part, world.device))
+            shards.take_in()
     lr = job.optimizer.rate(job.global_batch).value
     updated = local_parameters(model)
     optimizer = job.optimizer.build(updated.items(), lr)

@@ -10,27 +10,24 @@ Every rank keeps 1/N of each parameter, of its gradient and of the optimizer's s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 _LARGEST_ORDER = 2**20
 """So small that squares of it, summed over a thousand ranks, are exact in float64."""
 
 
 class Shards:
-    """The shards of one model, in groups: one for each block, and one for the rest.
+    """The shards of one model, in groups: one for each block, and one for the rest."""
 
-    `uncut` are the parameters that stay whole on every rank: those without a dim to cut along, and those that are not
-    of real floating-point numbers.
-    """
-
-    def __init__(self, model: nn.Module, *, stage: int, uncut: Iterable[nn.Parameter]) -> None:
-        self.uncut = frozenset(uncut)
+    def __init__(self, model: nn.Module, *, stage: int) -> None:
         self._model = model
         self._stage = stage
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -42,6 +39,12 @@ class Shards:
     def num_groups(self) -> int:
         """Modules whose parameters are gathered and given back together."""
         return len(self._groups)
+
+    def take_in(self) -> None:
+        """Gathers from now on what was put in place of the first parameters. Every rank must call it."""
+        for group in self._groups:
+            group.unshard()
+            group.reshard()
 
     def take_order(self) -> int:
         """A number below 2^20 that tells in which order the groups were used since it was last asked.
@@ -87,14 +90,36 @@ def apply_shards(model: nn.Module, mesh: DeviceMesh, *, stage: int, blocks: Mapp
     Gradients become sums over all ranks of the mesh. Blocks that share a parameter with anything else are left to the
     last group, that of the rest.
     """
-    uncut = {each for each in model.parameters() if each.ndim == 0 or not each.is_floating_point()}
+    uncut = {each for each in model.parameters() if stays_whole(each)}
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()  # rows are cut, whatever the strides were
     for block in _independent(model, blocks):
         _cut(block, mesh, uncut, gives_back=stage == 3)
     # The rest, such as embedding and head, is needed again as soon as the forward ends.
     _cut(model, mesh, uncut, gives_back=False)
-    return Shards(model, stage=stage, uncut=uncut)
+    return Shards(model, stage=stage)
+
+
+def stays_whole(parameter: Tensor) -> bool:
+    """Whether every rank keeps all of it: what has no dim to cut along, or is not of real floating-point numbers."""
+    return parameter.ndim == 0 or not parameter.is_floating_point()
+
+
+def own_part(device: torch.device, name: str, value: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's part of a whole value, on the device and of the type of the model's `tensor`, which has none yet."""
+    value = value.to(tensor.dtype)
+    if not isinstance(tensor, DTensor):
+        return value.to(device)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    return DTensor.from_local(
+        value[box].clone(memory_format=torch.contiguous_format).to(device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def _cut(module: nn.Module, mesh: DeviceMesh, uncut: set[nn.Parameter], *, gives_back: bool) -> None:

@@ -19,7 +19,7 @@ from trimaran.engine.norm import clip_coefficient, counts_here, global_norm
 from trimaran.engine.precision import LossScale, forward_context, parameter_dtype, upcast_output
 from trimaran.engine.replicas import Replicas, refuse_sparse
 from trimaran.engine.result import StepResult
-from trimaran.engine.shard import Shards
+from trimaran.engine.shard import Shards, stays_whole
 from trimaran.engine.tensor import TensorParallel
 from trimaran.engine.update import apply_update
 from trimaran.errors import JobError
@@ -100,7 +100,7 @@ class Engine:
         self._tensor = tensor
         self.dealt = {} if tensor is None else tensor.dealt
         """Name of a parameter -> the order in which its rows lie on the ranks, where that is not the model's."""
-        whole = self._parameters if shards is None else [each for each in self._parameters if each in shards.uncut]
+        whole = self._parameters if shards is None else [each for each in self._parameters if stays_whole(each)]
         self._replicas = Replicas(whole, self._data_group) if self._data_group is not None and whole else None
         axes = [*(["replicate", "shard"] if shards is not None else []), *(["tp"] if tensor is not None else [])]
         self._counted = [counts_here(parameter, world, axes) for parameter in self._parameters]
