@@ -8,10 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from parity_engine import start
-from tensor_jobs import HEADS, TensorCase, TinyGPT, build_job
-from torch import Tensor, nn
+from tensor_jobs import HEADS, TensorCase, build_job
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -101,7 +99,10 @@ def test_a_fused_projection_declared_as_one_is_refused(pool: Pool, layout: str) 
     ("attend", "expected"),
     [
         ("manual", "matmul in blocks.0.attention gathers a tensor from all tensor ranks"),
-        ("separate", "attention of queries, keys and values that lie on the tensor ranks as: cut along dim 1, whole, cut"),
+        (
+            "separate",
+            "attention of queries, keys and values that lie on the tensor ranks as: cut along dim 1, whole, cut",
+        ),
     ],
 )
 def test_keys_that_are_not_declared_are_refused(pool: Pool, attend: str, expected: str) -> None:
@@ -114,4 +115,6 @@ def test_keys_that_are_not_declared_are_refused(pool: Pool, attend: str, expecte
 def test_parts_that_are_not_those_declared_are_refused(pool: Pool) -> None:
     plan = {**MLP, "blocks.*.attention.qkv": tm.colwise(heads=HEADS, parts=2), "blocks.*.attention.out": "rowwise"}
     for said in pool.run(refusal, 2, TensorCase("tp=2", attend="chunk"), plan):
-        assert said.startswith("a fused projection that was declared as parts of 18, 18 outputs is split into 12, 12, 12")
+        assert said.startswith(
+            "a fused projection that was declared as parts of 18, 18 outputs is split into 12, 12, 12"
+        )

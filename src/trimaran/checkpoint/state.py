@@ -111,7 +111,7 @@ class StateNames:
             within: dict[str, Tensor] = {}
             packed = pack(entries, name or f"*{owner}", within)
             tensors |= within
-            if name in self._dealt:
+            if name is not None and name in self._dealt:
                 cut = (key for key, tensor in within.items() if isinstance(tensor, DTensor))
                 state.orders.update({OPTIMIZER + key: self._dealt[name] for key in cut})
             (parameters if name is not None else shared)[name or owner_key] = packed
@@ -145,7 +145,9 @@ class StateNames:
                 continue  # of another pipeline stage; a model without it was refused by its weights
             parameter, updated = self._parameters[name], self._updated[name]
             group = next(each for each in optimizer.param_groups if any(one is updated for one in each["params"]))
-            read = partial(_read_beside, reader, owner=name, parameter=parameter, group=group, order=self._dealt.get(name))
+            read = partial(
+                _read_beside, reader, owner=name, parameter=parameter, group=group, order=self._dealt.get(name)
+            )
             state = unpack(packed, read)
             if updated is not parameter:
                 state = {key: _own_numbers(value) for key, value in state.items()}
@@ -201,8 +203,8 @@ def restore_model(
 ) -> None:
     """Copies a checkpoint's weights and persistent buffers into `model`, in its types and in its cut.
 
-    `extra` is what modules keep as extra state; None leaves theirs. `dealt` as in `StateNames`. Raises CheckpointError that names what is missing
-    or has another shape; the model is then as it was.
+    `extra` is what modules keep as extra state; None leaves theirs. `dealt` as in
+    `StateNames`. Raises CheckpointError that names what is missing or has another shape; the model is then as it was.
     """
     tensors, own_extra = _split(model)
     sources = {name: reader.find(MODEL + name) for name in tensors}

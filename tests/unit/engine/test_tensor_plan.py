@@ -46,7 +46,9 @@ def test_globs_are_over_whole_names() -> None:
 
 def test_globs_of_a_part_of_the_model_mean_the_ends_of_names() -> None:
     whole = nn.ModuleDict({"model": Model()})
-    assert list(match_plan(whole, PLAN, 2)) == [f"model.blocks.{index}.{name}" for index in (0, 1) for name in ("up", "down")]
+    assert list(match_plan(whole, PLAN, 2)) == [
+        f"model.blocks.{index}.{name}" for index in (0, 1) for name in ("up", "down")
+    ]
 
 
 def test_a_head_tied_to_a_cut_embedding_is_cut_too() -> None:
@@ -89,8 +91,8 @@ QKV = "blocks.*.qkv"
         (PLAN | {"blocks.1.up": tm.colwise(heads=3)}, 3, "tp_plan declares blocks.1.up twice"),
         (PLAN | {"blocks": "colwise"}, 2, "tp_plan declares blocks as colwise, and it is ModuleList."),
         (PLAN | {"embed": "rowwise"}, 2, "tp_plan declares embed as rowwise, and it is Embedding."),
-        ({"blocks.*.up": "colwise"}, 2, "declares blocks.1.up as colwise, and no layer of blocks.1 as rowwise."),
-        ({"blocks.*.down": "rowwise"}, 2, "declares blocks.1.down as rowwise, and no layer of blocks.1 as colwise."),
+        ({"blocks.*.up": "colwise"}, 2, "declares blocks.0.up as colwise, and no layer of blocks.0 as rowwise."),
+        ({"blocks.*.down": "rowwise"}, 2, "declares blocks.0.down as rowwise, and no layer of blocks.0 as colwise."),
         (PLAN, 4, "tp=4 does not divide the 18 outputs of blocks.0.up."),
         ({**PLAN, QKV: tm.colwise(heads=4, parts=3), "blocks.*.out": "rowwise"}, 3, "the 4 heads of blocks.0.qkv."),
         (
@@ -125,7 +127,14 @@ def test_embeddings_that_do_more_than_look_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"heads": 0}, {"parts": True}, {"kv_heads": 2}, {"heads": 4, "kv_heads": 3}, {"heads": 4, "kv_heads": 2, "parts": 2}]
+    "options",
+    [
+        {"heads": 0},
+        {"parts": True},
+        {"kv_heads": 2},
+        {"heads": 4, "kv_heads": 3},
+        {"heads": 4, "kv_heads": 2, "parts": 2},
+    ],
 )
 def test_counts_that_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(JobError):
