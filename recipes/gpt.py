@@ -173,4 +173,14 @@ def job(width: int = 128, depth: int = 2, heads: int = 4, seq_len: int = 128, lr
         baselines={"trigram table": trigram_table},
         blocks="blocks.*",
         chain=["embed", "blocks.*", "norm", "head"],
+        tp_plan={
+            "blocks.*.attn.qkv": tm.colwise(heads=heads, parts=3),
+            "blocks.*.attn.out": "rowwise",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "blocks.*.*_norm": "sequence",
+            "norm": "sequence",
+            "embed.strings.*": "vocab",
+            "head": "vocab",
+        },
     )

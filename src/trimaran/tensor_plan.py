@@ -48,7 +48,8 @@ def colwise(*, heads: int | None = None, kv_heads: int | None = None, parts: int
 
     heads: attention heads in its outputs; each rank gets whole ones. kv_heads: with grouped queries, the heads of keys
     and values. parts: how many projections the layer fuses, one behind the other, such as 3 for queries, keys and
-    values; each of them is dealt by itself. With `kv_heads` the three differ in size. Raises JobError for counts below 1.
+    values; each of them is dealt by itself. With `kv_heads` the three differ in size. Raises JobError for counts that
+    cannot be.
     """
     for name, count in (("heads", heads), ("kv_heads", kv_heads), ("parts", parts)):
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):

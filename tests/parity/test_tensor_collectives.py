@@ -8,10 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from parity_engine import start
-from tensor_jobs import HEADS, TensorCase, TinyGPT, build_job
-from torch import Tensor, nn
+from tensor_jobs import HEADS, TensorCase, build_job
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

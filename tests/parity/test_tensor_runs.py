@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from parity_engine import assert_close, start, whole_weights
-from resuming import NEVER, assert_same_run, train
 from safetensors.torch import load_file
 from tensor_jobs import TensorCase, TinyGPT, build_job
-from tiny_job import events_of, losses_of
 
 import trimaran as tm
 from pool import Pool
+from resuming import NEVER, assert_same_run, train
+from tiny_job import events_of, losses_of
 from trimaran.records import WEIGHTS_FILE
 
 FP64 = 1e-12

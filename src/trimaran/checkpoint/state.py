@@ -111,7 +111,7 @@ class StateNames:
             within: dict[str, Tensor] = {}
             packed = pack(entries, name or f"*{owner}", within)
             tensors |= within
-            if name in self._dealt:
+            if name is not None and name in self._dealt:
                 cut = (key for key, tensor in within.items() if isinstance(tensor, DTensor))
                 state.orders.update({OPTIMIZER + key: self._dealt[name] for key in cut})
             (parameters if name is not None else shared)[name or owner_key] = packed
@@ -203,8 +203,8 @@ def restore_model(
 ) -> None:
     """Copies a checkpoint's weights and persistent buffers into `model`, in its types and in its cut.
 
-    `extra` is what modules keep as extra state; None leaves theirs. `dealt` as in `StateNames`. Raises CheckpointError that names what is missing
-    or has another shape; the model is then as it was.
+    `extra` is what modules keep as extra state; None leaves theirs. `dealt` as in
+    `StateNames`. Raises CheckpointError that names what is missing or has another shape; the model is then as it was.
     """
     tensors, own_extra = _split(model)
     sources = {name: reader.find(MODEL + name) for name in tensors}

@@ -27,7 +27,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def with_local(like: Tensor, local: Tensor) -> Tensor:
-    """A tensor that is cut as `like`, in whose memory this rank's part is `local`; `local` itself where `like` is plain."""
+    """A tensor cut as `like`, with `local` as this rank's part, in the same memory; where `like` is plain, `local`."""
     if not isinstance(like, DTensor):
         return local
     return DTensor.from_local(

@@ -164,7 +164,8 @@ def apply_tensor(
 ) -> TensorParallel:
     """Cuts the model's parameters over `mesh` and its layers as `plan` declares, in place; no collective.
 
-    `blocks` are what recompute may run again. Every rank must call it with the same weights in place. Raises LayoutError or JobError where the plan does not fit.
+    `blocks` are what recompute may run again. Every rank must call it with the same weights in place. Raises
+    LayoutError or JobError where the plan does not fit.
     """
     tensor = TensorParallel(model, mesh, sp=sp)
     declared = match_plan(model, plan, mesh.size())
@@ -247,24 +248,24 @@ def _forward_of(
     module: nn.Module, declaration: Declaration | None, tensor: TensorParallel
 ) -> Callable[..., Tensor] | None:
     """What replaces a module's forward; None where it stays."""
-    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    is_embedding = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-    if isinstance(declaration, Colwise):
-        return partial(_colwise, tensor, module, declaration)
-    if isinstance(declaration, Rowwise):
-        return partial(_rowwise, tensor, module)
-    if isinstance(declaration, Vocab):
-        return partial(_vocab_rows, tensor, module) if is_embedding else partial(_colwise, tensor, module, Colwise())
-    if tensor.sp and is_embedding:
-        return partial(_replicated_rows, tensor, module, module.forward)
-    if tensor.sp and is_linear:
-        return partial(_replicated_linear, tensor, module.forward)
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        if isinstance(declaration, Rowwise):
+            return partial(_rowwise, tensor, module)
+        if isinstance(declaration, Colwise | Vocab):
+            return partial(_colwise, tensor, module, declaration)
+        return partial(_replicated_linear, tensor, module.forward) if tensor.sp else None
+    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        if isinstance(declaration, Vocab):
+            return partial(_vocab_rows, tensor, module)
+        return partial(_replicated_rows, tensor, module.forward) if tensor.sp else None
     return None
 
 
-def _colwise(tensor: TensorParallel, linear: nn.Linear, declaration: Colwise, x: Tensor) -> Tensor:
+def _colwise(tensor: TensorParallel, linear: nn.Linear, declaration: Colwise | Vocab, x: Tensor) -> Tensor:
     y = nn.functional.linear(tensor.enter(x), linear.weight, linear.bias)
     assert isinstance(y, DTensor)
+    if isinstance(declaration, Vocab):
+        return y
     if declaration.gathers:
         with tensor.declared():
             return y.redistribute(placements=[_WHOLE])
@@ -285,9 +286,7 @@ def _vocab_rows(tensor: TensorParallel, embedding: nn.Embedding, ids: Tensor) ->
         return look_up(embedding, ids, tensor.mesh, tensor.between if ids.ndim > 1 else _WHOLE)
 
 
-def _replicated_rows(
-    tensor: TensorParallel, embedding: nn.Embedding, forward: Callable[[Tensor], Tensor], ids: Tensor
-) -> Tensor:
+def _replicated_rows(tensor: TensorParallel, forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
     """With sp each rank looks up its part of the sequences."""
     if ids.ndim < 2:
         return forward(ids)

@@ -33,7 +33,7 @@ def match_plan(model: nn.Module, plan: Mapping[str, object] | None, tp: int) -> 
             raise LayoutError(
                 f"tp_plan[{pattern!r}] names no module of {type(model).__name__}.",
                 "Globs are over the names of model.named_modules(); a * stands for one part.",
-                f"Correct it, or leave it out; the model's parts are: {', '.join(n for n, _ in model.named_children())}.",
+                f"Correct it, or leave it out; the model's parts are: {', '.join(dict(model.named_children()))}.",
             )
         for name in names:
             if declared.setdefault(name, declaration) != declaration:
@@ -89,6 +89,7 @@ def _check_module(name: str, module: nn.Module, declaration: Declaration, tp: in
         assert isinstance(module, nn.Linear)
         _check_divides(tp, module.in_features, f"the {module.in_features} inputs of {name}")
     else:
+        assert isinstance(module, nn.Linear | nn.Embedding)
         _check_vocabulary(name, module, tp)
 
 
@@ -110,9 +111,8 @@ def _check_colwise(name: str, linear: nn.Linear, declaration: Colwise, tp: int) 
         _check_divides(tp, size, f"the {size} outputs of {name}")
 
 
-def _check_vocabulary(name: str, module: nn.Module, tp: int) -> None:
-    size = module.num_embeddings if isinstance(module, nn.Embedding) else module.weight.shape[0]
-    assert isinstance(size, int)
+def _check_vocabulary(name: str, module: nn.Linear | nn.Embedding, tp: int) -> None:
+    size = module.weight.shape[0]
     if -(-size // tp) * (tp - 1) >= size:
         raise LayoutError(
             f"tp={tp} leaves a rank without one of the {size} entries of {name}.",

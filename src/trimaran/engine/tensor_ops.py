@@ -143,7 +143,7 @@ def _attend(query: Any, key: Any, value: Any, attn_mask: Tensor | None = None, *
         told = (f"cut along dim {each.dim}" if isinstance(each, Shard) else "whole" for each in placements)
         raise LayoutError(
             f"attention of queries, keys and values that lie on the tensor ranks as: {', '.join(told)}.",
-            "Each tensor rank computes whole heads, of all three alike: [samples, heads, positions, width], cut along dim 1.",
+            "Each rank computes whole heads, of all three alike: [samples, heads, positions, width], cut along dim 1.",
             "Declare the layers of all three as colwise, or none.",
         )
     local = [each.to_local() if isinstance(each, DTensor) else each for each in (query, key, value)]
@@ -153,7 +153,7 @@ def _attend(query: Any, key: Any, value: Any, attn_mask: Tensor | None = None, *
         if is_cut and head_dim >= 0 and attn_mask.shape[head_dim] == num_heads > 1:
             count = local[0].shape[1]
             attn_mask = attn_mask.narrow(head_dim, mesh.get_local_rank() * count, count)
-    mixed = F.scaled_dot_product_attention(*local, attn_mask, *args, **kwargs)
+    mixed = F.scaled_dot_product_attention(local[0], local[1], local[2], attn_mask, *args, **kwargs)
     return DTensor.from_local(mixed, mesh, [placement], run_check=False)
 
 

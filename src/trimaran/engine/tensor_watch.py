@@ -1,4 +1,4 @@
-"""Finds the collectives that nobody declared: DTensor gathers in silence whatever an operation cannot do on its parts."""
+"""Finds collectives that nobody declared: DTensor gathers in silence what an operation cannot do on its parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Watch(TorchDispatchMode):
     """Inside, a collective in one of the model's blocks that is not a declared one raises LayoutError."""
 
     def __init__(self, functions: PartwiseFunctions) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._functions = functions
         self._modules: list[str] = []
         self._num_declared = 0

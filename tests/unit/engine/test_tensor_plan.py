@@ -91,8 +91,8 @@ QKV = "blocks.*.qkv"
         (PLAN | {"blocks.1.up": tm.colwise(heads=3)}, 3, "tp_plan declares blocks.1.up twice"),
         (PLAN | {"blocks": "colwise"}, 2, "tp_plan declares blocks as colwise, and it is ModuleList."),
         (PLAN | {"embed": "rowwise"}, 2, "tp_plan declares embed as rowwise, and it is Embedding."),
-        ({"blocks.*.up": "colwise"}, 2, "declares blocks.1.up as colwise, and no layer of blocks.1 as rowwise."),
-        ({"blocks.*.down": "rowwise"}, 2, "declares blocks.1.down as rowwise, and no layer of blocks.1 as colwise."),
+        ({"blocks.*.up": "colwise"}, 2, "declares blocks.0.up as colwise, and no layer of blocks.0 as rowwise."),
+        ({"blocks.*.down": "rowwise"}, 2, "declares blocks.0.down as rowwise, and no layer of blocks.0 as colwise."),
         (PLAN, 4, "tp=4 does not divide the 18 outputs of blocks.0.up."),
         ({**PLAN, QKV: tm.colwise(heads=4, parts=3), "blocks.*.out": "rowwise"}, 3, "the 4 heads of blocks.0.qkv."),
         (
