@@ -5,6 +5,7 @@ Tensors made from Python's or NumPy's numbers stay real, and what is computed fr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -60,7 +61,7 @@ class _Tape(TorchDispatchMode):
             is_random = torch.Tag.nondeterministic_seeded in function.tags
             if not is_recorded and not is_random:
                 return function(*args, **kwargs)
-            if _needs_values(function, args):
+            if _needs_values(function, args) or (not is_random and _writes_into_real(function, args, kwargs)):
                 args = tree_map_only(
                     Tensor, lambda each: self.read(each, _name(function)) if each.is_meta else each, args
                 )
@@ -98,6 +99,8 @@ class _Tape(TorchDispatchMode):
             return function(*args, **kwargs)
         # Before the call, which may change its tensors' shapes.
         written = _written(function, args, kwargs)
+        if not all(each.is_meta for each in written):
+            raise _real_target(function)
         arguments = self._note(function, (args, replayed))
         is_overwritten = packet in _OVERWRITERS and fills_its_storage(args[0])
         read = _tensors((args[1:] if is_overwritten else args, kwargs))
@@ -154,6 +157,9 @@ class _AsOnCpu(TorchFunctionMode):
             return self._answers[function]
         if function in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
             return _unwritable(function(self._tape.read(args[0], _name(function)), *args[1:], **kwargs))
+        if function == Tensor.data.__set__ and not args[1].is_meta:  # type: ignore[attr-defined]
+            recorded = torch.empty_strided(args[1].shape, args[1].stride(), dtype=args[1].dtype).copy_(args[1])
+            return function(args[0], recorded)
         if function is Tensor.new_tensor:  # on the meta device it would forget its values
             return torch.tensor(*args[1:], **{"dtype": args[0].dtype} | kwargs)
         if function is Tensor.data_ptr:
@@ -183,10 +189,10 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError) as problem:
-        if "meta" not in str(problem).lower():
+        if not re.search(r"\bmeta\b|incompatible tensor type", str(problem), re.IGNORECASE):
             raise
         raise _refusal(
-            f"does what needs values: {problem}", "It is recorded before any weight has a value."
+            f"does what needs values: {str(problem).rstrip('.')}", "It is recorded before any weight has a value."
         ) from problem
 
 
@@ -236,13 +242,15 @@ def _needs_values(function: Any, args: Any) -> bool:
 
 
 def _written(function: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that the call changes. Raises JobError for a real one, which would have its value too early."""
-    written = [
+    """The tensors that the call changes."""
+    return [
         each
         for position, argument in enumerate(function._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
         for each in _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
     ]
-    if not all(each.is_meta for each in written):
-        raise _real_target(function)
-    return written
+
+
+def _writes_into_real(function: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    written = _written(function, args, kwargs)
+    return bool(written) and not any(each.is_meta for each in written)

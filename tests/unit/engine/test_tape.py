@@ -279,12 +279,35 @@ def test_numbers_of_python_and_numpy_are_those_of_the_plain_constructor() -> Non
             self.of_numpy = nn.Parameter(torch.tensor(np.random.rand(3)))
             self.moved = nn.Parameter(torch.tensor(np.random.rand(3), device=self.drawn.weight.device))
             self.like = nn.Parameter(self.drawn.weight.new_tensor([1.0, 2.0]))
+            self.assigned = nn.Linear(2, 2, bias=False)
+            self.assigned.weight.data = torch.from_numpy(np.random.rand(2, 2)).t()
             table = torch.zeros(2, 3)
             table[1] = torch.from_numpy(np.random.rand(3))
             self.register_buffer("table", table)
+            self.register_buffer("written", torch.tensor([1.0, 2.0]))
+            self.written.add_(torch.arange(2))
 
     plain, recorded = named(build_model(Numbers, SEED)), record_model(Numbers, SEED)
-    assert all(torch.equal(plain[name], recorded.replay(name)) for name in ("of_numpy", "moved", "like", "table"))
+    assert not torch.equal(plain["drawn.weight"], recorded.replay("drawn.weight"))
+    for name in ("of_numpy", "moved", "like", "assigned.weight", "table", "written"):
+        assert torch.equal(plain[name], recorded.replay(name)), name
+
+
+def test_a_constant_keeps_its_value_however_often_it_is_replayed() -> None:
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            numbers = torch.tensor([1.0, 2.0])
+            self.sum = nn.Parameter(torch.ones(2) + numbers)
+            numbers.mul_(5)
+            self.later = nn.Parameter(torch.ones(2) * numbers)
+
+    recorded = record_model(Added, SEED)
+    for _ in range(2):
+        recorded.replay("sum").zero_()
+        recorded.replay("later").zero_()
+        assert recorded.replay("sum").tolist() == [2.0, 3.0]
+        assert recorded.replay("later").tolist() == [5.0, 10.0]
 
 
 def test_a_value_in_place_is_what_was_made_of_it() -> None:
@@ -303,6 +326,35 @@ def test_a_value_in_place_is_what_was_made_of_it() -> None:
     for name, tensor in model.named_parameters():
         assert isinstance(tensor, nn.Parameter)
         assert torch.equal(tensor, whole[name][: len(whole[name]) // 2])
+
+
+class Calls(TorchDispatchMode):
+    """The names of the operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_was_overwritten_is_not_drawn_again() -> None:
+    def build() -> nn.Module:
+        layer = nn.Linear(3, 3)  # which draws its weights uniformly
+        nn.init.normal_(layer.weight)
+        with torch.no_grad():
+            layer.bias[1:].normal_()
+        return layer
+
+    recorded = record_model(build, SEED)
+    with Calls() as calls:
+        recorded.replay("weight")
+    assert (calls.names.count("uniform_"), calls.names.count("normal_")) == (0, 1)
+    with Calls() as calls:
+        recorded.replay("bias")
+    assert (calls.names.count("uniform_"), calls.names.count("normal_")) == (1, 1)
 
 
 class Counting(TorchDispatchMode):
@@ -378,7 +430,8 @@ class Looking(nn.Module):
         (lambda weight: weight.normal_(generator=torch.Generator()), "normal_ its own generator"),
         (lambda weight: torch.manual_seed(3), "seeds torch's generator"),
         (lambda weight: nn.init.normal_(torch.tensor([1.0, 2.0])), "normal_ writes into a tensor made from"),
-        (lambda weight: torch.tensor([1.0]).add_(weight[0, 0]), "add_ writes into a tensor made from"),
+        (lambda weight: torch.tensor([1.0]).add_(weight[0, 0]), "add_ of a tensor"),
+        (lambda weight: setattr(torch.tensor([1.0]), "data", weight), "incompatible tensor type"),
         (lambda weight: weight + torch.tensor(1.0, device="meta"), "on the meta device that it has not computed"),
         (lambda weight: weight.to_sparse(), "needs values: aten::_to_sparse"),
     ],
