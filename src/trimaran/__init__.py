@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trimaran.job import Job, Weights
     from trimaran.layout import Layout
     from trimaran.options import RunOptions
-    from trimaran.prove import check_job
+    from trimaran.prove import check_job, verify_job
     from trimaran.run import Run, start, train
 
 _HOMES = {
@@ -31,6 +31,7 @@ _HOMES = {
     "export_weights": "checkpoint",
     "start": "run",
     "train": "run",
+    "verify_job": "prove",
 }
 _MODULES = ("data", "errors", "losses", "optim")
 
@@ -49,6 +50,7 @@ __all__ = [
     "optim",
     "start",
     "train",
+    "verify_job",
 ]
 
 
