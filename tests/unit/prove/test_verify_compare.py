@@ -226,7 +226,7 @@ def test_batch_statistics_need_the_same_cut() -> None:
     side.batch_norms = ["norm"]
     assert compare(side, reference).equal
     side.cuts = [(0, 16), (16, 16)]
-    with pytest.raises(LayoutError, match="over forwards of 16 samples in .* and of 32 in"):
+    with pytest.raises(LayoutError, match="over forwards of 16 samples"):
         compare(side, reference)
 
 
@@ -258,7 +258,7 @@ def test_a_constant_ratio() -> None:
 
 def test_reports() -> None:
     side, reference = sides()
-    side.collectives = {"allreduce": Collectives(2, 3 * 2**20), "_allgather_base": Collectives(1, 2**10)}
+    side.collectives = {"allreduce": Collectives(2, 3 * 2**20), "allgather_base": Collectives(1, 2**10)}
     side.losses[0] *= math.inf
     verification = compare(side, reference)
     text = render_verification(verification)
