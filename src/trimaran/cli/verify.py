@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -85,6 +86,14 @@ class Verify:
             )
 
 
+@dataclass(frozen=True)
+class _Sides:
+    """How a layout is run, and how a reference is."""
+
+    run: Callable[[ResolvedLayout], Side]
+    run_reference: Callable[[ResolvedLayout], Side]
+
+
 def main(words: Sequence[str]) -> int:
     """Runs both sides and prints what came of it. Returns the exit code: 0 where all is equal, else 1."""
     require_job_first(words, PROGRAM)
@@ -94,8 +103,9 @@ def main(words: Sequence[str]) -> int:
     command, job = read_command(words)
     _refuse_launcher()
     with tempfile.TemporaryDirectory(prefix="trimaran-verify-") as folder:
-        start = _starter(words, Path(folder))
-        return _verify_all(command, job, start) if command.layouts else _verify_one(command, job, start)
+        run = _starter(words, Path(folder))
+        sides = _Sides(run, cache(run))  # a reference serves many layouts, and runs once
+        return _verify_all(command, job, sides) if command.layouts else _verify_one(command, job, sides)
 
 
 def read_command(words: Sequence[str]) -> tuple[Verify, Job]:
@@ -108,30 +118,30 @@ def read_command(words: Sequence[str]) -> tuple[Verify, Job]:
 
 
 def _starter(words: Sequence[str], folder: Path) -> Callable[[ResolvedLayout], Side]:
-    """Runs a layout on processes of its own. A layout that was run before is not run again."""
+    """Runs a layout on processes of its own, which leave what it gave in the folder for a moment."""
 
-    @cache
     def run(layout: ResolvedLayout) -> Side:
         from trimaran.prove.verify_side import load_side
 
-        place = folder / str(len(list(folder.iterdir())))
-        place.mkdir()
+        place = Path(tempfile.mkdtemp(dir=folder))
         # -P: as for the command itself, the current folder is not imported from.
         worker = [sys.executable, "-P", "-m", "trimaran.cli.verify_worker", str(place), str(layout), *words]
         num_procs = layout.dp * layout.tp * layout.pp
         code = start_workers(worker, num_procs=num_procs, threads_per_worker=1)
         if code:
             raise KeyboardInterrupt  # the workers ended as they were asked to
-        return load_side(place)
+        side = load_side(place)
+        shutil.rmtree(place)
+        return side
 
     return run
 
 
-def _verify_one(command: Verify, job: Job, start: Callable[[ResolvedLayout], Side]) -> int:
+def _verify_one(command: Verify, job: Job, sides: _Sides) -> int:
     from trimaran.prove.verify_layouts import parse_layout
     from trimaran.prove.verify_report import render_verification, verification_as_json
 
-    verification = _compare(command, job, parse_layout(command.layout), start)
+    verification = _compare(command, job, parse_layout(command.layout), sides)
     if command.json:
         print(json.dumps(verification_as_json(verification), ensure_ascii=False, allow_nan=False))
     else:
@@ -139,7 +149,7 @@ def _verify_one(command: Verify, job: Job, start: Callable[[ResolvedLayout], Sid
     return 0 if verification.equal else 1
 
 
-def _verify_all(command: Verify, job: Job, start: Callable[[ResolvedLayout], Side]) -> int:
+def _verify_all(command: Verify, job: Job, sides: _Sides) -> int:
     from trimaran.prove.verify_layouts import enumerate_layouts
     from trimaran.prove.verify_report import render_line, verification_as_json
 
@@ -149,7 +159,7 @@ def _verify_all(command: Verify, job: Job, start: Callable[[ResolvedLayout], Sid
     counts = {"equal": 0, "differs": 0, "refused": 0}
     for layout in enumerate_layouts(job, num_ranks=command.procs):
         try:
-            verification = _compare(command, job, layout, start)
+            verification = _compare(command, job, layout, sides)
         except LayoutError as refusal:
             counts["refused"] += 1
             told.append({"layout": str(layout), "equal": None, "refused": refusal.value})
@@ -175,14 +185,14 @@ def _verify_all(command: Verify, job: Job, start: Callable[[ResolvedLayout], Sid
     return 1 if counts["differs"] or not counts["equal"] else 0
 
 
-def _compare(command: Verify, job: Job, layout: Layout, start: Callable[[ResolvedLayout], Side]) -> Verification:
+def _compare(command: Verify, job: Job, layout: Layout, sides: _Sides) -> Verification:
     from trimaran.prove.verify import compare_with
     from trimaran.prove.verify_layouts import choose_reference, choose_steps, resolve_alone
 
     choose_steps(job, command.steps)  # a wrong count is told before anything starts
     resolved = resolve_alone(layout, job, num_ranks=command.procs)
     reference = choose_reference(command.against, resolved, job)
-    return compare_with(start(resolved), job, resolved, reference, start, recut=not command.against)
+    return compare_with(sides.run(resolved), job, resolved, reference, sides.run_reference, recut=not command.against)
 
 
 def _refuse_launcher() -> None:

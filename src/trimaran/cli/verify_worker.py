@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from trimaran.world.environment import discover
 
 def main(words: Sequence[str]) -> int:
     """Runs this rank's part of the layout; rank 0 leaves what came of it in the folder. `words` are the command's."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it even where it waits for the others in compiled code
     folder, layout, *rest = words
     return run_safely(lambda: _run(Path(folder), Layout.parse(layout), rest), show_traceback="--traceback" in rest)
 

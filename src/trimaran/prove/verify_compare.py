@@ -250,8 +250,8 @@ def _not_compared(side: Side, reference: Side, *, equal: bool) -> Iterator[str]:
         yield f"dropout is off on both sides: its masks depend on the cut ({_some(side.dropout)})"
     if side.batch_norms:
         yield (
-            f"batch statistics ({_some(side.batch_norms)}) depend on the cut: both sides were cut alike, "
-            f"into micro-batches of {side.micro_batch}; with GroupNorm no cut matters"
+            f"batch statistics ({_some(side.batch_norms)}) depend on the cut: both sides were cut alike, into "
+            f"micro-batches of {side.micro_batch}, and the running ones are left out; with GroupNorm no cut matters"
         )
     if side.draws_numbers or reference.draws_numbers:
         yield "the forward draws random numbers that could not be turned off; what follows from them depends on the cut"

@@ -47,7 +47,7 @@ def find_output(side: Side, reference: Side) -> Output | None:
         comparable = _comparable(found, expected, _same_inputs(mine, theirs))
         off = _excess(list(comparable))
         if off > tolerance:
-            return Output(name, off, "what it is given agrees; its own parameters or its place in the layout do not")
+            return Output(name, off, "every output before it agrees")
     return None
 
 
