@@ -194,7 +194,7 @@ def other_weights_on_rank_1(world: World) -> Patches:
         model: nn.Module = original(*args)
         if world.rank == 1:
             with torch.no_grad():
-                model.get_parameter("norm2.weight").add_(1e-9)
+                model.get_parameter("norm2.weight").add_(1e-6)
         return model
 
     return [instead(parallelize, "build_model", build)]
@@ -258,8 +258,8 @@ FAULTS = {
     "decay groups are swapped": Fault(swap_decay_groups, "unused", "weight_decay is 0.0 here, and 0.05"),
     "a norm decays": Fault(decay_one_norm, "norm2.weight", "weight_decay is 0.1 here, and 0.0", ADAMW),
     "a rank has other weights": Fault(other_weights_on_rank_1, "norm2.weight", "first value on rank 1"),
-    "another seed": Fault(other_seed, "unused", "first value"),
-    "a rank does not update": Fault(no_update_on_rank_1, "embed.weight", "weight after step 1 on rank 1"),
+    "another seed": Fault(other_seed, "frozen", "first value"),
+    "a rank does not update": Fault(no_update_on_rank_1, "unused", "weight after step 1 on rank 1"),
     "momentum is forgotten": Fault(forget_momentum, "loss", "figure of step 3"),
     "a rank's attention is off": Fault(attention_on_rank_1, "attention", "output in step 1"),
 }

@@ -96,10 +96,13 @@ def _degrees(job: Job, num_ranks: int) -> Iterator[tuple[int, int]]:
 def _shardings(dp: int) -> list[dict[str, object]]:
     if dp == 1 or "zero" not in layouts._BUILT:
         return [{"zero": 0}]
-    groups = [None]
+    groups: list[int | None] = [None]
     if "shard" in layouts._BUILT:
-        groups += [size for size in range(2, dp) if dp % size == 0]  # type: ignore[misc]
-    return [{"zero": 0}, *({"zero": zero, "shard": shard} for shard, zero in product(groups, (1, 2, 3)))]
+        groups += [size for size in range(2, dp) if dp % size == 0]
+    found: list[dict[str, object]] = [{"zero": 0}]
+    for shard, zero in product(groups, (1, 2, 3)):
+        found.append({"zero": zero, "shard": shard})
+    return found
 
 
 def _switches(axis: str, *, on: bool) -> tuple[bool, ...]:

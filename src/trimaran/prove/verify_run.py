@@ -59,7 +59,7 @@ def run_side(job: Job, layout: ResolvedLayout, world: World, *, steps: int) -> S
         job=job.name or "job",
         num_parameters=sum(each.numel() for each in engine.model.parameters()),
         global_batch=job.global_batch,
-        layout=str(layout),
+        layout=_describe(layout),
         precision=layout.precision,
         num_ranks=world.size,
         dp=layout.dp,
@@ -145,8 +145,12 @@ class _Runner:
     def _take(self, recorder: Recorder) -> None:
         side = self._side
         side.activations = gather_activations(recorder.activations, self._world)
-        side.rowless = list(recorder.rowless)
-        side.draws_numbers = recorder.draws_numbers
+        of_ranks = map(
+            json.loads, self._world.gather_text(json.dumps([list(recorder.rowless), recorder.draws_numbers]))
+        )
+        for rowless, draws_numbers in of_ranks:
+            side.rowless += [name for name in rowless if name not in side.rowless]
+            side.draws_numbers |= draws_numbers
         names = [name for name, _ in self._engine.model.named_parameters()]
         side.order = sorted(names, key=lambda name: _first_call(name, recorder.calls))
 
@@ -185,6 +189,12 @@ class _Runner:
         if self._world.rank == 0:
             self._side.tensors[moment] = found
         return found
+
+
+def _describe(layout: ResolvedLayout) -> str:
+    """The layout with its precision, which is left out of its text where it is the default."""
+    text = str(layout)
+    return text if "precision=" in text else f"{text} precision={layout.precision}"
 
 
 def _load(job: Job, layout: ResolvedLayout, world: World, steps: int) -> BatchLoader:

@@ -27,7 +27,7 @@ class Traffic(TorchDispatchMode):
     """Counts the collectives that are started inside, by kind: "allreduce", "allgather_base", ..."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[str, Collectives] = {}
 
     def __torch_dispatch__(

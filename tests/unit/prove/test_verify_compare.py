@@ -232,14 +232,14 @@ def test_batch_statistics_need_the_same_cut() -> None:
 
 def test_names_of_factors() -> None:
     side, reference = sides()
-    side.dp, side.tp, side.num_micro_batches, side.loss_scale = 3, 5, 7, 1024.0
+    side.dp, side.tp, side.num_micro_batches, side.loss_scale = 3, 5, 7, 8192.0
     for ratio, name in (
         (3, "3 = dp"),
         (1 / 5, "0.2 = 1 / tp"),
         (49, "49 = micro-batches²"),
         (5**0.5, "2.23607 = √tp"),
         (15, "15 = (dp · tp)"),
-        (1024, "1024 = the loss scale"),
+        (8192, "8192 = the loss scale"),
         (1, ""),
         (1.2345, ""),
         (math.inf, ""),
