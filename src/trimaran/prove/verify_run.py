@@ -175,7 +175,7 @@ class _Runner:
 
     def _keep(self, moment: str, tensors: Mapping[str, Tensor], *, divide_by: float = 1.0) -> dict[str, Tensor]:
         """Gathers them, notes where ranks hold unlike bits, and keeps them on rank 0."""
-        found = {name: whole(each) for name, each in tensors.items()}
+        found = {name: self._whole(name, each) for name, each in tensors.items()}
         if divide_by != 1:
             found = {name: each / divide_by for name, each in found.items()}
         digests = json.dumps({name: _digest(each) for name, each in found.items()})
@@ -189,6 +189,10 @@ class _Runner:
         if self._world.rank == 0:
             self._side.tensors[moment] = found
         return found
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """All of a tensor of the model, its gradients or its optimizer, as the plain model has it."""
+        return whole(tensor)
 
 
 def _describe(layout: ResolvedLayout) -> str:
