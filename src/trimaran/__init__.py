@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trimaran.job import Job, Weights
     from trimaran.layout import Layout
     from trimaran.options import RunOptions
-    from trimaran.prove import check_job
+    from trimaran.prove import check_job, verify_job
     from trimaran.run import Run, start, train
     from trimaran.tensor_plan import colwise, rowwise, sequence, vocab
 
@@ -35,6 +35,7 @@ _HOMES = {
     "sequence": "tensor_plan",
     "start": "run",
     "train": "run",
+    "verify_job": "prove",
     "vocab": "tensor_plan",
 }
 _MODULES = ("data", "errors", "losses", "optim")
@@ -57,6 +58,7 @@ __all__ = [
     "sequence",
     "start",
     "train",
+    "verify_job",
     "vocab",
 ]
 

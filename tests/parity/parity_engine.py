@@ -20,6 +20,7 @@ from trimaran.data import BatchLoader, Order, build_loader
 from trimaran.engine import Engine, build_engine
 from trimaran.engine.tensor import undeal
 from trimaran.layout import Layout, Precision, ResolvedLayout
+from trimaran.prove.tolerances import excesses
 from trimaran.world.groups import World, join_default_group, open_world
 
 CPU = torch.device("cpu")
@@ -133,25 +134,11 @@ def engine_runs(cases: list[Case]) -> list[Trace]:
 
 
 def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float, what: str) -> None:
-    """|a - b| <= tolerance · max(max|b|, 1e-3 · G) for each tensor, G the largest |b| of all (docs/numerics.md)."""
+    """By the rule of `excesses`, for each tensor."""
     assert actual.keys() == expected.keys()
     excess = excesses(actual, expected)
     worst = max(excess, key=lambda name: excess[name])
     assert excess[worst] <= tolerance, f"{what} of {worst} is off by {excess[worst]:.2e}, allowed is {tolerance:.0e}"
-
-
-def excesses(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Name -> what the tolerance must be for this tensor to pass."""
-    largest = max(float(each.abs().max()) for each in expected.values() if each.numel())
-    found = {}
-    for name, b in expected.items():
-        a = actual[name]
-        assert a.shape == b.shape
-        assert a.dtype == b.dtype
-        allowed = max(float(b.abs().max()), 1e-3 * largest)
-        difference = float((a.double() - b.double()).abs().max())
-        found[name] = float("inf") if difference != difference else difference / allowed if difference else 0.0
-    return found
 
 
 def assert_state_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:

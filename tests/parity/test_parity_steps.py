@@ -7,14 +7,14 @@ from functools import cache
 from typing import Literal
 
 import pytest
-from parity_engine import assert_close, assert_same_bits, assert_state_close, engine_run, excesses
+from parity_engine import assert_close, assert_same_bits, assert_state_close, engine_run
 from parity_jobs import Case
 from parity_plain import Trace, plain_run
 
 from pool import Pool
+from trimaran.prove.tolerances import TOLERANCES, excesses
 
-# docs/numerics.md; never widened to make a test pass.
-FP64, FP32, HALF = 1e-12, 2e-6, 0.01
+FP64, FP32, HALF = (TOLERANCES[precision] for precision in ("fp64", "fp32", "bf16"))
 
 plain = cache(plain_run)
 

@@ -8,7 +8,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trimaran.cli.job_file import describe_problem, innermost_place
 from trimaran.errors import JobError, TrimaranError, UsageError
@@ -17,6 +17,7 @@ from trimaran.world.environment import record_failure
 VERBS = {
     "new": "write a job file to start from",
     "check": "start small: does the job learn at all?",
+    "verify": "is a layout the same as one process?",
     "train": "train a job on one process or on many",
     "export": "write the weights of a checkpoint for other programs",
 }
@@ -27,12 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0 done, 1 failed, 2 wrong usage, 75 stopped after saving, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     own = words[: words.index("--")] if "--" in words else words
-    show_traceback = "--traceback" in own
+    return run_safely(lambda: _run(words), show_traceback="--traceback" in own)
+
+
+def run_safely(action: Callable[[], int], *, show_traceback: bool) -> int:
+    """The exit code that `action` returns; an error becomes words, here or at our own launcher, and a code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal's encoding ends no run
     try:
-        return _run(words)
+        return action()
     except BrokenPipeError:  # whoever read this has gone, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
