@@ -293,7 +293,8 @@ class Engine:
                 parameter.grad = torch.zeros_like(parameter)
             refuse_sparse(parameter.grad)
 
-    def _refuse_other_orders(self, index: int) -> None:
+    def _read_orders(self, index: int) -> None:
+        """Raises JobError where the ranks gathered groups of parameters in different orders in step `index`."""
         if not len(self._orders):
             return
         total, squares = self._orders.tolist()
@@ -313,7 +314,7 @@ class Engine:
         if self._unsettled is None:
             return
         skipped = self._unsettled.skipped
-        self._refuse_other_orders(self._unsettled.index)
+        self._read_orders(self._unsettled.index)
         self.num_updates += not skipped
         if self.loss_scale is not None:
             self.loss_scale.update(skipped=skipped)
