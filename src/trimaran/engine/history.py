@@ -154,11 +154,7 @@ class History:
         return value if fills_its_storage(value) else clone_dense(value)
 
     def _repeat(self, operation: _Operation, memory: dict[int, torch.UntypedStorage]) -> None:
-        args, kwargs = tree_map_only(
-            (View, Tensor),
-            lambda each: self._load(each, memory) if isinstance(each, View) else each.clone(),
-            operation.arguments,
-        )
+        args, kwargs = tree_map_only(View, lambda view: self._load(view, memory), operation.arguments)
         if operation.is_random:
             assert operation.seed is not None, "draws have their seeds before any value"
             torch.default_generator.manual_seed(operation.seed)

@@ -45,7 +45,8 @@ class RecordedModel:
         """
         place = place or _whole
         filled: dict[int, Tensor] = {}
-        for name, tensor in list(_named_tensors(self.model)):
+        named = list(_named_tensors(self.model))  # kept, so that no identity is used twice
+        for name, tensor in named:
             if id(tensor) not in filled:
                 # In one expression: a name for the whole value would keep it while the next one is made.
                 filled[id(tensor)] = _like(tensor, place(name, self.replay(name), tensor))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trimaran.engine.history import History
 from trimaran.engine.init import build_model, record_model
 from trimaran.errors import JobError
 
@@ -46,6 +47,7 @@ class Custom(nn.Module):
         self.register_buffer("angles", torch.outer(steps, rates), persistent=False)
         self.register_buffer("causal", torch.tril(torch.ones(9, 9, dtype=torch.bool)))
         self.register_buffer("waves", torch.polar(torch.ones(9, 4), self.angles).conj())
+        self.register_buffer("imaginary", self.waves.imag.clone())
         self.register_buffer("shared", self.angles)
         self.plain = torch.full((3,), 2.0)
         self.listed = [torch.ones(2), self.gains]
@@ -237,19 +239,41 @@ def test_truncated_normals_are_drawn_within_their_bounds() -> None:
 
 def test_one_draw_in_two_parameters_is_one_value() -> None:
     class Twins(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, both: bool = True) -> None:
             super().__init__()
             drawn = torch.randn(4, 4)
             self.own = nn.Parameter(torch.randn(4, 4))
             self.one = nn.Parameter(drawn.clone())
             drawn.mul_(2)
-            self.other = nn.Parameter(torch.empty(4, 4))
-            self.other.data.copy_(drawn.t())
+            if both:
+                self.other = nn.Parameter(torch.empty(4, 4))
+                self.other.data.copy_(drawn.t())
 
     recorded = record_model(Twins, SEED)
     other, one = recorded.replay("other"), recorded.replay("one")
     assert torch.equal(other, 2 * one.t())
     assert not torch.equal(recorded.replay("own"), one)
+    assert torch.equal(record_model(lambda: Twins(both=False), SEED).replay("one"), one)
+
+
+def test_two_draws_in_one_parameter_are_two() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(2, 9))
+            for row in self.weight.data:
+                row.normal_()
+
+    first, second = record_model(Twice, SEED).replay("weight")
+    assert not torch.equal(first, second)
+
+
+def test_a_kernel_that_orders_memory_otherwise_gives_the_same_values() -> None:
+    history, values = History(), torch.arange(6.0).view(3, 2).t()
+    result = torch.empty(2, 3, device="meta")
+    history.keep([result])
+    history.append(lambda: values, ((), {}), reads=[], writes=[result], outputs=result, is_random=False)
+    assert torch.equal(history.value(history.view(result)), values)
 
 
 def test_copied_layers_begin_alike_as_in_plain_torch() -> None:
