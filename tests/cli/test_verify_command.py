@@ -97,6 +97,16 @@ def test_what_a_worker_meets_is_told_once(tmp_path: Path) -> None:
     assert err.count("\n") == 2
 
 
+def test_a_layout_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    words = ("--layouts", "all", "--procs", "2", "--steps", "1", "--fault", "raise@1", "--fault-rank", "1")
+    code, out, _ = run_command("verify", "tiny.py", *words, cwd=tmp_path)
+    lines = out.splitlines()
+    assert code == 1
+    assert [line.split()[:2] for line in lines[:2]] == [["failed", "dp=2"]] * 2
+    assert lines[-1].startswith(f"layouts  {len(lines) - 2} not equal")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
