@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimaran.cli.job_file import describe_problem
 from trimaran.cli.main import run_safely
 from trimaran.cli.verify import Verify, plan, read_command
 from trimaran.errors import JobError, LayoutError, TrimaranError
@@ -79,25 +80,26 @@ def _verify_all(command: Verify, job: Job, ranks: Ranks) -> bool:
 
 
 def _results(command: Verify, job: Job, ranks: Ranks) -> Iterator[Result]:
-    """One for each layout, on rank 0. What one rank meets, the others notice, and all go on with the next."""
+    """One for each layout, on rank 0. A layout that is refused is refused by all ranks; any other error ends all."""
     for layout, reference in plan(command, job):
         try:
             verification = ranks.verify(layout, reference, recut=not command.against)
-        except JobError:
-            raise  # of the job in any layout
-        except Exception as problem:
+        except LayoutError as refusal:
             if ranks.rank == 0:
-                yield _failed(str(layout), problem)
+                told = {"layout": str(layout), "equal": None, "refused": refusal.value}
+                yield Result(f"refused  {layout}  {refusal.value}", told, None)
+        except TrimaranError as problem:
+            problem.value = f"in {layout}: {problem.value}"
+            raise
+        except Exception as problem:
+            raise JobError(
+                f"in {layout}: {describe_problem(problem)}.",
+                "Each layout trains the job's first steps.",
+                "Verify this layout alone, with --traceback.",
+            ) from problem
         else:
             if verification is not None:
                 yield Result(render_line(verification), verification_as_json(verification), verification.equal)
-
-
-def _failed(layout: str, problem: Exception) -> Result:
-    told = problem.value if isinstance(problem, TrimaranError) else f"{type(problem).__name__}: {problem}"
-    if isinstance(problem, LayoutError):
-        return Result(f"refused  {layout}  {told}", {"layout": layout, "equal": None, "refused": told}, None)
-    return Result(f"failed   {layout}  {told}", {"layout": layout, "equal": False, "failed": told}, False)
 
 
 def _print_json(told: dict[str, Any]) -> None:
