@@ -97,6 +97,26 @@ def test_what_a_worker_meets_is_told_once(tmp_path: Path) -> None:
     assert err.count("\n") == 2
 
 
+def test_a_layout_that_cannot_be_is_refused_and_does_not_count(tmp_path: Path) -> None:
+    write_job(tmp_path, _BATCH_NORM)
+    words = ("--layouts", "all", "--procs", "2", "--steps", "1", "--global-batch", "16")
+    code, out, err = run_command("verify", "tiny.py", *words, cwd=tmp_path)
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0].startswith("equal    dp=2 micro_batch=8 ")
+    assert lines[1].startswith("refused  dp=2 micro_batch=3 precision=fp64  up.1 normalises by batch statistics")
+    assert "1 equal, 1 refused" in lines[-1]
+
+
+def test_a_layout_that_fails_is_named(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    words = ("--layouts", "all", "--procs", "2", "--steps", "1", "--fault", "raise@1", "--fault-rank", "1")
+    code, out, err = run_command("verify", "tiny.py", *words, cwd=tmp_path)
+    assert (code, out) == (1, "")
+    assert err.startswith("WorkerError: rank 1 (pid ")
+    assert "in dp=2 micro_batch=4 precision=fp64: RuntimeError: the forward broke" in err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

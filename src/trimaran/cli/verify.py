@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
 from trimaran.cli.flags import parse_verb, parse_with_job
 from trimaran.cli.job_file import call_job_function, load_job_function, require_job_first
-from trimaran.errors import JobError, LayoutError, TrimaranError, UsageError
-from trimaran.layout import Layout
+from trimaran.errors import UsageError
 from trimaran.options import Device, RunOptions
-from trimaran.units import format_seconds
 from trimaran.world.environment import discover
 from trimaran.world.workers import start_workers
 
 if TYPE_CHECKING:
     from trimaran.job import Job
     from trimaran.layout import ResolvedLayout
-    from trimaran.prove.verify_compare import Verification
-    from trimaran.prove.verify_side import Side
 
 PROGRAM = "trimaran verify"
 
@@ -86,26 +79,21 @@ class Verify:
             )
 
 
-@dataclass(frozen=True)
-class _Sides:
-    """How a layout is run, and how a reference is."""
-
-    run: Callable[[ResolvedLayout], Side]
-    run_reference: Callable[[ResolvedLayout], Side]
-
-
 def main(words: Sequence[str]) -> int:
-    """Runs both sides and prints what came of it. Returns the exit code: 0 where all is equal, else 1."""
+    """Starts as many processes as the largest side has. Returns the exit code: 0 where all is equal, else 1."""
     require_job_first(words, PROGRAM)
     own = list(words[: words.index("--")] if "--" in words else words)
     if own[0] in ("-h", "--help"):
         parse_verb(Verify, own, program=PROGRAM)
     command, job = read_command(words)
     _refuse_launcher()
-    with tempfile.TemporaryDirectory(prefix="trimaran-verify-") as folder:
-        run = _starter(words, Path(folder))
-        sides = _Sides(run, cache(run))  # a reference serves many layouts, and runs once
-        return _verify_all(command, job, sides) if command.layouts else _verify_one(command, job, sides)
+    num_procs = _count_processes(command, job)
+    with tempfile.TemporaryDirectory(prefix="trimaran-") as folder:
+        file = Path(folder) / "equal.json"
+        # -P: as for the command itself, the current folder is not imported from.
+        worker = [sys.executable, "-P", "-m", "trimaran.cli.verify_worker", str(file), *words]
+        code = start_workers(worker, num_procs=num_procs, threads_per_worker=1)
+        return code or int(not json.loads(file.read_text(encoding="utf-8")))
 
 
 def read_command(words: Sequence[str]) -> tuple[Verify, Job]:
@@ -117,82 +105,22 @@ def read_command(words: Sequence[str]) -> tuple[Verify, Job]:
     return command, job.with_overrides(steps=None, seed=command.seed, global_batch=command.global_batch)
 
 
-def _starter(words: Sequence[str], folder: Path) -> Callable[[ResolvedLayout], Side]:
-    """Runs a layout on processes of its own, which leave what it gave in the folder for a moment."""
+def plan(command: Verify, job: Job) -> Iterator[tuple[ResolvedLayout, ResolvedLayout]]:
+    """The layouts to verify, each with its reference. Raises LayoutError for what does not fit."""
+    from trimaran.prove.verify_layouts import choose_reference, enumerate_layouts, parse_layout, resolve
 
-    def run(layout: ResolvedLayout) -> Side:
-        from trimaran.prove.verify_side import load_side
-
-        place = Path(tempfile.mkdtemp(dir=folder))
-        # -P: as for the command itself, the current folder is not imported from.
-        worker = [sys.executable, "-P", "-m", "trimaran.cli.verify_worker", str(place), str(layout), *words]
-        num_procs = layout.dp * layout.tp * layout.pp
-        code = start_workers(worker, num_procs=num_procs, threads_per_worker=1)
-        if code:
-            raise KeyboardInterrupt  # the workers ended as they were asked to
-        side = load_side(place)
-        shutil.rmtree(place)
-        return side
-
-    return run
+    wanted = enumerate_layouts(job, num_ranks=command.procs or 1) if command.layouts else [parse_layout(command.layout)]
+    for layout in wanted:
+        resolved = resolve(layout, job, num_ranks=command.procs)
+        yield resolved, choose_reference(command.against, resolved, job)
 
 
-def _verify_one(command: Verify, job: Job, sides: _Sides) -> int:
-    from trimaran.prove.verify_layouts import parse_layout
-    from trimaran.prove.verify_report import render_verification, verification_as_json
+def _count_processes(command: Verify, job: Job) -> int:
+    """As many as the largest side needs; what is wrong with any is told before a process starts."""
+    from trimaran.prove.verify_layouts import choose_steps, count_ranks
 
-    verification = _compare(command, job, parse_layout(command.layout), sides)
-    if command.json:
-        print(json.dumps(verification_as_json(verification), ensure_ascii=False, allow_nan=False))
-    else:
-        print(render_verification(verification))
-    return 0 if verification.equal else 1
-
-
-def _verify_all(command: Verify, job: Job, sides: _Sides) -> int:
-    from trimaran.prove.verify_layouts import enumerate_layouts
-    from trimaran.prove.verify_report import render_line, verification_as_json
-
-    assert command.procs is not None
-    began = time.monotonic()
-    told: list[dict[str, Any]] = []
-    counts = {"equal": 0, "differs": 0, "refused": 0}
-    for layout in enumerate_layouts(job, num_ranks=command.procs):
-        try:
-            verification = _compare(command, job, layout, sides)
-        except LayoutError as refusal:
-            counts["refused"] += 1
-            told.append({"layout": str(layout), "equal": None, "refused": refusal.value})
-            line = f"refused  {layout}  {refusal.value}"
-        except JobError:
-            raise
-        except TrimaranError as failure:
-            counts["differs"] += 1
-            told.append({"layout": str(layout), "equal": False, "failed": failure.value})
-            line = f"failed   {layout}  {failure.value}"
-        else:
-            counts["equal" if verification.equal else "differs"] += 1
-            told.append(verification_as_json(verification))
-            line = render_line(verification)
-        if not command.json:
-            print(line, flush=True)
-    seconds = time.monotonic() - began
-    if command.json:
-        print(json.dumps({"job": job.name, "layouts": told}, ensure_ascii=False, allow_nan=False))
-    else:
-        summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        print(f"\nlayouts  {summary} in {format_seconds(seconds)}, each against one process")
-    return 1 if counts["differs"] or not counts["equal"] else 0
-
-
-def _compare(command: Verify, job: Job, layout: Layout, sides: _Sides) -> Verification:
-    from trimaran.prove.verify import compare_with
-    from trimaran.prove.verify_layouts import choose_reference, choose_steps, resolve_alone
-
-    choose_steps(job, command.steps)  # a wrong count is told before anything starts
-    resolved = resolve_alone(layout, job, num_ranks=command.procs)
-    reference = choose_reference(command.against, resolved, job)
-    return compare_with(sides.run(resolved), job, resolved, reference, sides.run_reference, recut=not command.against)
+    choose_steps(job, command.steps)
+    return max(count_ranks(side) for sides in plan(command, job) for side in sides)
 
 
 def _refuse_launcher() -> None:

@@ -131,19 +131,8 @@ def gather_activations(mine: Sequence[Activation], world: World) -> list[Activat
         flat.split(sizes)[world.rank].copy_(torch.cat([each.values.flatten() for each in mine]))
     world.agree(flat)
     everyones = [each for activations in lists for each in activations]
-    return unflatten(everyones, flat)
-
-
-def flatten(activations: Sequence[Activation]) -> Tensor:
-    """Their values, one behind another."""
-    parts = [each.values.flatten() for each in activations]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-
-
-def unflatten(activations: Sequence[Activation], flat: Tensor) -> list[Activation]:
-    """These activations, of whose values only the shapes count, with the values in `flat`."""
-    parts = flat.split([each.values.numel() for each in activations])
-    return [replace(each, values=part.view(each.values.shape)) for each, part in zip(activations, parts, strict=True)]
+    parts = flat.split([each.values.numel() for each in everyones])
+    return [replace(each, values=part.view(each.values.shape)) for each, part in zip(everyones, parts, strict=True)]
 
 
 def _generators(model: nn.Module) -> tuple[Any, ...]:

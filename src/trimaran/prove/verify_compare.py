@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimaran.errors import LayoutError
+from trimaran.layout import ResolvedLayout, deal
 from trimaran.prove.tolerances import TOLERANCES, excess, excesses, state_excesses
 from trimaran.prove.verify_cause import (
     explain_figure,
@@ -78,8 +79,7 @@ class Verification:
 
 
 def compare(side: Side, reference: Side) -> Verification:
-    """Raises LayoutError where the model's batch statistics forbid it: they depend on the cut, which differs."""
-    _refuse_other_cut(side, reference)
+    """The second side is the one that is right."""
     rows = tuple(_rows(side, reference))
     failed = [row for row in rows if row.status == "failed"]
     difference = None
@@ -103,12 +103,21 @@ def compare(side: Side, reference: Side) -> Verification:
     )
 
 
-def _refuse_other_cut(side: Side, reference: Side) -> None:
-    if side.batch_norms and side.cuts != reference.cuts:
-        sizes = [", ".join(map(str, sorted({count for _, count in each.cuts}))) for each in (side, reference)]
+def refuse_other_cut(side: Side, reference: ResolvedLayout) -> None:
+    """Raises LayoutError where the model has batch statistics, and the reference cuts the batch in another way."""
+    cuts = [
+        (each.start, each.stop - each.start)
+        for rank in range(reference.dp)
+        for each in deal(
+            start=0, stop=side.num_samples, dp=reference.dp, dp_rank=rank, micro_batch=reference.micro_batch
+        )
+        if not each.weightless
+    ]
+    if side.batch_norms and side.cuts != sorted(cuts):
+        sizes = [", ".join(map(str, sorted({count for _, count in each}))) for each in (side.cuts, cuts)]
         raise LayoutError(
             f"{side.batch_norms[0]} normalises by batch statistics, over forwards of {sizes[0]} samples in "
-            f"{side.layout or 'one process'} and of {sizes[1]} in {reference.layout or 'one process'}.",
+            f"{side.layout} and of {sizes[1]} in {reference}.",
             "Statistics of a batch depend on how it is cut: such layouts are not equal, and need not be.",
             "Compare with the same cut (a micro_batch that divides the share of a rank), or use GroupNorm.",
         )

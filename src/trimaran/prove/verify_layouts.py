@@ -36,12 +36,14 @@ def parse_layout(text: str | Layout) -> Layout:
     return Layout.parse(text if named else f"{text} precision=fp64")
 
 
-def resolve_alone(layout: Layout, job: Job, *, num_ranks: int | None = None) -> ResolvedLayout:
+def count_ranks(layout: Layout) -> int:
+    """As many as the layout needs; where dp is left out, one copy of the model."""
+    return (layout.dp or 1) * layout.tp * layout.pp
+
+
+def resolve(layout: Layout, job: Job, *, num_ranks: int | None = None) -> ResolvedLayout:
     """The layout on as many ranks as it needs, or on so many. Raises LayoutError where they do not fit."""
-    if num_ranks is None:
-        num_ranks = (layout.dp or 1) * layout.tp * layout.pp
-    if num_ranks < 1:
-        raise UsageError(f"procs={num_ranks}.", "It counts processes.", "Give 1 or more.")
+    num_ranks = count_ranks(layout) if num_ranks is None else num_ranks
     return layout.resolve(world_size=num_ranks, global_batch=job.global_batch)
 
 
@@ -58,12 +60,12 @@ def choose_reference(against: str | Layout, layout: ResolvedLayout, job: Job) ->
             "Equality is promised at one precision.",
             f"Leave precision out of --against, or write precision={layout.precision}.",
         )
-    return resolve_alone(found, job)
+    return resolve(found, job)
 
 
 def cut_alike(reference: ResolvedLayout, layout: ResolvedLayout, job: Job) -> ResolvedLayout:
     """The reference with the layout's micro-batch, for models whose batch statistics depend on the cut."""
-    return resolve_alone(replace(reference, micro_batch=layout.micro_batch), job)
+    return resolve(replace(reference, micro_batch=layout.micro_batch), job)
 
 
 def enumerate_layouts(job: Job, *, num_ranks: int, precision: str = "fp64") -> list[Layout]:

@@ -66,6 +66,7 @@ def run_side(job: Job, layout: ResolvedLayout, world: World, *, steps: int) -> S
         tp=layout.tp,
         micro_batch=layout.micro_batch,
         num_micro_batches=len(first.micro_batches),
+        num_samples=first.num_samples,
         optimizer=type(engine.optimizer).__name__,
         clip=job.clip,
         steps=steps,

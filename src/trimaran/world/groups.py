@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimaran.errors import UsageError
@@ -122,12 +122,17 @@ class World:
 
 
 def open_world(
-    environment: WorkerEnvironment | None, layout: ResolvedLayout, *, device: Device, timeout_seconds: float = 600.0
+    environment: WorkerEnvironment | None,
+    layout: ResolvedLayout,
+    *,
+    device: Device,
+    timeout_seconds: float = 600.0,
+    store: Store | None = None,
 ) -> World:
     """Joins this process to the others of the run; every rank must call it. `layout` must be resolved.
 
-    Started alone (`environment` None), there are no groups. Raises ClusterError for a device that is not here, and
-    UsageError where the others cannot be met.
+    Started alone (`environment` None), there are no groups. The ranks meet at `store` where one is given. Raises
+    ClusterError for a device that is not here, and UsageError where the others cannot be met.
     """
     num_procs = environment.world_size if environment else 1
     rank = environment.rank if environment else 0
@@ -137,7 +142,7 @@ def open_world(
     mesh, agreement, saving = None, None, None
     if environment is not None and num_procs > 1:
         backend = "nccl" if chosen.type == "cuda" else "gloo"
-        _meet(environment, backend, chosen, timeout_seconds)
+        _meet(environment, backend, chosen, timeout_seconds, store)
         mesh = _build_mesh(layout, chosen)
         agreement = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         saving = dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT)
@@ -205,12 +210,14 @@ def _wait_until_connected(world: World) -> None:
     world.barrier()
 
 
-def _meet(environment: WorkerEnvironment, backend: str, device: torch.device, timeout_seconds: float) -> None:
+def _meet(
+    environment: WorkerEnvironment, backend: str, device: torch.device, timeout_seconds: float, store: Store | None
+) -> None:
     if _is_loopback(environment.master_addr):
         # Without this gloo asks the resolver for this host's name, which may lead off the machine or nowhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
-        store = _own_store(environment, timeout_seconds)
+        store = store or open_own_store(environment, timeout_seconds)
         dist.init_process_group(
             backend,
             init_method=None if store else f"tcp://{environment.master_addr}:{environment.master_port}",
@@ -229,8 +236,11 @@ def _meet(environment: WorkerEnvironment, backend: str, device: torch.device, ti
         ) from problem
 
 
-def _own_store(environment: WorkerEnvironment, timeout_seconds: float) -> TCPStore | None:
-    """The store under our own launcher, which has opened its socket for rank 0; None where torch makes its own."""
+def open_own_store(environment: WorkerEnvironment, timeout_seconds: float) -> TCPStore | None:
+    """The store under our own launcher, which has opened its socket for rank 0; None where torch makes its own.
+
+    Every rank must call it, once: those who meet several times keep it.
+    """
     if environment.launcher != "trimaran":
         return None
     return TCPStore(

@@ -13,8 +13,9 @@ from test_verify_side import side_of
 
 import trimaran as tm
 from trimaran.errors import LayoutError
+from trimaran.layout import Layout
 from trimaran.prove.verify_cause import constant_ratio, name_factor
-from trimaran.prove.verify_compare import Difference, Row, Verification, compare
+from trimaran.prove.verify_compare import Difference, Row, Verification, compare, refuse_other_cut
 from trimaran.prove.verify_report import render_line, render_verification, verification_as_json
 from trimaran.prove.verify_side import (
     EARLY_STATE,
@@ -222,12 +223,17 @@ def test_half_precision_promises_first_gradients_to_one_percent() -> None:
 
 
 def test_batch_statistics_need_the_same_cut() -> None:
-    side, reference = sides()
+    side, _ = sides()
+    whole, halves = (
+        Layout.parse(text).resolve(world_size=1, global_batch=32)
+        for text in ("precision=fp64", "precision=fp64 micro_batch=16")
+    )
+    refuse_other_cut(side, halves)
     side.batch_norms = ["norm"]
-    assert compare(side, reference).equal
-    side.cuts = [(0, 16), (16, 16)]
-    with pytest.raises(LayoutError, match="over forwards of 16 samples"):
-        compare(side, reference)
+    refuse_other_cut(side, whole)
+    with pytest.raises(LayoutError, match="over forwards of 32 samples") as raised:
+        refuse_other_cut(side, halves)
+    assert "and of 16 in" in raised.value.value
 
 
 def test_names_of_factors() -> None:

@@ -14,7 +14,7 @@ from trimaran.prove.verify_layouts import (
     cut_alike,
     enumerate_layouts,
     parse_layout,
-    resolve_alone,
+    resolve,
 )
 
 
@@ -25,15 +25,15 @@ def test_float64_unless_a_precision_is_named() -> None:
 
 
 def test_a_layout_has_as_many_ranks_as_it_needs() -> None:
-    assert resolve_alone(Layout(dp=3), job()).dp == 3
-    assert resolve_alone(Layout(), job()).dp == 1
-    assert resolve_alone(Layout(), job(), num_ranks=4).dp == 4
+    assert resolve(Layout(dp=3), job()).dp == 3
+    assert resolve(Layout(), job()).dp == 1
+    assert resolve(Layout(), job(), num_ranks=4).dp == 4
     with pytest.raises(LayoutError, match="there are 2"):
-        resolve_alone(Layout(dp=3), job(), num_ranks=2)
+        resolve(Layout(dp=3), job(), num_ranks=2)
 
 
 def test_the_reference_is_one_process_with_the_whole_batch_at_the_same_precision() -> None:
-    layout = resolve_alone(parse_layout("dp=2 micro_batch=4 precision=bf16"), job())
+    layout = resolve(parse_layout("dp=2 micro_batch=4 precision=bf16"), job())
     assert str(choose_reference("", layout, job())) == "dp=1 micro_batch=32 precision=bf16"
     assert str(choose_reference("dp=4", layout, job())) == "dp=4 micro_batch=8 precision=bf16"
     assert str(cut_alike(choose_reference("", layout, job()), layout, job())) == "dp=1 micro_batch=4 precision=bf16"
@@ -76,4 +76,4 @@ def test_all_layouts_of_every_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(each.dp != 1 or each.zero == 0 for each in found)
     assert len(set(map(str, found))) == len(found)
     for each in found:
-        resolve_alone(each, job(), num_ranks=4)
+        resolve(each, job(), num_ranks=4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from prove_jobs import Net, job
@@ -11,9 +9,8 @@ from torch import Tensor, nn
 
 import trimaran as tm
 from trimaran.layout import Layout
-from trimaran.prove.verify_outputs import find_output
 from trimaran.prove.verify_run import run_side, turn_dropout_off
-from trimaran.prove.verify_side import FIRST_GRADIENTS, FIRST_WEIGHTS, STATE, WEIGHTS, Side, load_side, save_side
+from trimaran.prove.verify_side import FIRST_GRADIENTS, FIRST_WEIGHTS, STATE, WEIGHTS, Side
 from trimaran.world.groups import open_world
 
 
@@ -36,18 +33,6 @@ def test_what_a_side_holds() -> None:
     assert side.collectives == {}
     assert not side.draws_numbers
     assert not side.unlike
-
-
-def test_a_side_comes_back_from_disk(tmp_path: Path) -> None:
-    side = side_of(job())
-    save_side(side, tmp_path)
-    back = load_side(tmp_path)
-    plain = {name: value for name, value in vars(side).items() if name not in ("tensors", "activations")}
-    assert {name: vars(back)[name] for name in plain} == plain
-    assert find_output(back, side) is None
-    for moment, named in side.tensors.items():
-        assert set(back.at(moment)) == set(named)
-        assert all(torch.equal(back.at(moment)[name], each) for name, each in named.items())
 
 
 def test_the_first_gradients_are_those_of_plain_torch() -> None:
