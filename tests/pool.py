@@ -255,7 +255,18 @@ def _answer(call: _Call) -> bytes:
     # Only now: ranks that still wait fail when this one leaves the group, which must come second in time.
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_meshes()
     return answer
+
+
+def _forget_meshes() -> None:
+    """Lets no later call meet a mesh of this one: equal meshes are one to DTensor's cache, and its groups are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch._C import _clear_DTensor_sharding_propagator_cache
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+        _clear_DTensor_sharding_propagator_cache()
 
 
 def _join_group(call: _Call) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from parity_engine import assert_close, engine_run
+from parity_engine import assert_close, assert_same_bits, engine_run
 from parity_jobs import Case
 from test_parity_steps import FP32, FP64, HALF, check, reference
 
@@ -53,3 +53,13 @@ def test_half_precision_means_one_thing(pool: Pool, precision: Literal["bf16", "
 @pytest.mark.parametrize("layout", ["zero=3 recompute=full", "zero=2 recompute=selective", "recompute=full"])
 def test_recompute_changes_nothing(pool: Pool, layout: str) -> None:
     check(pool, Case("stack", dp=2, layout=layout, micro_batch=2), FP64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["compile=true", "zero=3 compile=true recompute=full"])
+def test_compiled_blocks_change_nothing(pool: Pool, layout: str) -> None:
+    case = Case("stack", dp=2, layout=layout, micro_batch=2)
+    traces = pool.run(engine_run, 2, case, timeout=400)
+    assert_same_bits(traces)
+    assert_close(traces[0].first_gradients, reference(case).first_gradients, FP64, "first gradient")
+    assert_close(traces[0].weights, reference(case).weights, FP64, "weight")

@@ -60,8 +60,10 @@ def living_bytes() -> int:
     storages = {}
     for each in gc.get_objects():
         if isinstance(each, Tensor) and type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu":
-            storage = each.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            for tensor in (each, each.grad if each.is_leaf else None):  # a gradient need not have been seen by Python
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 

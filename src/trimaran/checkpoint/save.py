@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trimaran.checkpoint.parts import rows_in_order
+from trimaran.checkpoint.state import find_ties
 from trimaran.errors import CheckpointError
 from trimaran.tensor_plan import DealtRows
 
@@ -24,18 +25,15 @@ def save_weights(model: nn.Module, path: Path | None, dealt: Mapping[str, DealtR
     are the orders of parameters' rows on the ranks, by name, where they are not the model's.
     """
     tensors: dict[str, Tensor] = {}
-    written: set[tuple[object, ...]] = set()
     memories: set[int] = set()
-    for name, each in model.state_dict().items():
-        local = each.to_local() if isinstance(each, DTensor) else each
-        place = (local.data_ptr() if local.numel() else name, each.shape, each.stride(), each.dtype)
-        memory = local.untyped_storage().data_ptr()
-        if each.numel() == 0 or place not in written:
-            whole = _gather(each, (dealt or {}).get(name))
+    state = model.state_dict()
+    for name, first in find_ties(model, state).items():
+        if name == first:
+            whole = _gather(state[name], (dealt or {}).get(name))
+            memory = whole.untyped_storage().data_ptr()
             # A part of another tensor is written as one of its own: safetensors refuses what overlaps.
             tensors[name] = whole.clone() if memory in memories else whole
-        written.add(place)
-        memories.add(memory)
+            memories.add(memory)
     _write(tensors, path)
 
 

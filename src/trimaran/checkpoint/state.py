@@ -77,9 +77,9 @@ class StateNames:
     def _collect_model(self, state: NamedState) -> None:
         tensors, extra = _split(self._model)
         _refuse_copies(self._model, tensors)
-        places: dict[tuple[object, ...], str] = {}
+        first_names = find_ties(self._model, tensors)
         for name, tensor in tensors.items():
-            first = places.setdefault(_place(tensor), name) if tensor.numel() else name
+            first = first_names[name]
             if first == name:
                 state.tensors[MODEL + name] = tensor
                 if name in self._dealt:
@@ -333,9 +333,18 @@ def _storage(tensor: Tensor) -> object:
     return local.untyped_storage().data_ptr(), local.device
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
+def find_ties(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> the first name of the same tensor, for what the model's state_dict() gave."""
+    # What is cut may be empty on this rank, where it has no place in memory: the model says which are one.
+    owners = dict(model.named_parameters(remove_duplicate=False))
+    places: dict[object, str] = {}
+    first_names = {}
+    for name, tensor in tensors.items():
+        place: object = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if isinstance(tensor, DTensor):
+            place = id(owners.get(name, tensor))
+        first_names[name] = places.setdefault(place, name) if tensor.numel() else name
+    return first_names
 
 
 def _describe(owner: object) -> str:

@@ -70,7 +70,7 @@ class Shards:
             parameter.grad = None
         self.give_back()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_use(self, index: int, module: nn.Module, inputs: object) -> None:
         self._used = (self._used * 31 + index + 1) % _LARGEST_ORDER
 

@@ -141,9 +141,9 @@ class Engine:
         loss_sum = torch.zeros((), dtype=self._sum_dtype, device=self.world.device)
         for index, micro_batch in enumerate(batch.micro_batches):
             is_last = index == len(batch.micro_batches) - 1
-            for sums in (self._replicas, self._shards):
-                if sums is not None:
-                    sums.begin_micro_batch(last=is_last)
+            for part in (self._replicas, self._shards):
+                if part is not None:
+                    part.begin_micro_batch(last=is_last)
             loss_sum += self._run_micro_batch(batch.index, micro_batch, 0.0 if micro_batch.weightless else factor)
         loss_sum /= scale
         with self.phases("synchronize"):
