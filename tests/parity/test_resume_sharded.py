@@ -57,7 +57,7 @@ def gradient_of(name: str, like: Tensor) -> Tensor:
 def world_of(pp: int, dp: int, tp: int) -> World:
     if not dist.is_initialized():
         return open_world(None, Layout().resolve(world_size=1, global_batch=1), device="cpu")
-    return join_default_group(SimpleNamespace(pp=pp, dp=dp, tp=tp), torch.device("cpu"))  # type: ignore[arg-type]
+    return join_default_group(SimpleNamespace(pp=pp, dp=dp, tp=tp, shard=None), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def trained(model: nn.Module) -> torch.optim.Optimizer:

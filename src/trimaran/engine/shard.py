@@ -15,8 +15,9 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from trimaran.world.groups import Mesh
 
 _LARGEST_ORDER = 2**20
 """So small that squares of it, summed over a thousand ranks, are exact in float64."""
@@ -80,7 +81,7 @@ class Shards:
             group.reshard()
 
 
-def apply_shards(model: nn.Module, mesh: DeviceMesh, *, stage: int, blocks: Mapping[str, nn.Module]) -> Shards:
+def apply_shards(model: nn.Module, mesh: Mesh, *, stage: int, blocks: Mapping[str, nn.Module]) -> Shards:
     """Cuts the model's parameters along their first dim over `mesh`, in place.
 
     The mesh's last axis shards; one before it replicates. Every rank must call it, with the same weights in place.
@@ -97,7 +98,7 @@ def apply_shards(model: nn.Module, mesh: DeviceMesh, *, stage: int, blocks: Mapp
     return Shards(model, stage=stage, uncut=uncut)
 
 
-def _cut(module: nn.Module, mesh: DeviceMesh, uncut: set[nn.Parameter], *, gives_back: bool) -> None:
+def _cut(module: nn.Module, mesh: Mesh, uncut: set[nn.Parameter], *, gives_back: bool) -> None:
     fully_shard(module, mesh=mesh, reshard_after_forward=gives_back, ignored_params=uncut & set(module.parameters()))
     assert isinstance(module, FSDPModule)
     # A sum, not a mean: the loss was divided by the weight of the whole batch. These hold for this group alone.

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from trimaran.engine.local import with_local
@@ -27,6 +26,7 @@ from trimaran.engine.tensor_ops import PartwiseFunctions, look_up, present_parts
 from trimaran.engine.tensor_watch import Watch
 from trimaran.job import Loss
 from trimaran.tensor_plan import Colwise, DealtRows, Declaration, Rowwise, Vocab
+from trimaran.world.groups import Mesh
 
 if TYPE_CHECKING:
     from trimaran.job import Batch
@@ -41,7 +41,7 @@ class TensorParallel:
     gives whole, plain tensors, so that metrics and samples see what they know.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, *, sp: bool) -> None:
         self.mesh = mesh
         self.sp = sp
         self.dealt: dict[str, DealtRows] = {}
@@ -164,7 +164,7 @@ class _CutLoss:
 def apply_tensor(
     model: nn.Module,
     plan: Mapping[str, object] | None,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     *,
     sp: bool,
     blocks: Mapping[str, nn.Module],
@@ -188,7 +188,7 @@ def apply_tensor(
     return tensor
 
 
-def as_dtensor(x: Tensor, mesh: DeviceMesh) -> DTensor:
+def as_dtensor(x: Tensor, mesh: Mesh) -> DTensor:
     """A plain tensor as one that every rank holds whole."""
     return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [_WHOLE], run_check=False)
 

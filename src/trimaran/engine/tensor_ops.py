@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode
 
 from trimaran.errors import LayoutError
+from trimaran.world.groups import Mesh
 
 _SPLITS = frozenset(
     {torch.chunk, Tensor.chunk, torch.split, Tensor.split, torch.tensor_split, Tensor.tensor_split}  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ class PartwiseFunctions(TorchFunctionMode):
             self.current = before
 
 
-def look_up(embedding: nn.Embedding, ids: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+def look_up(embedding: nn.Embedding, ids: Tensor, mesh: Mesh, placement: Placement) -> Tensor:
     """Rows of an embedding that is cut along the vocabulary: each rank looks up its own, and they are summed.
 
     DTensor's own gives every rank a gradient of the whole table.
@@ -72,7 +72,7 @@ def look_up(embedding: nn.Embedding, ids: Tensor, mesh: DeviceMesh, placement: P
     return DTensor.from_local(found, mesh, [Partial()], run_check=False).redistribute(placements=[placement])
 
 
-def first_row(size: int, mesh: DeviceMesh) -> int:
+def first_row(size: int, mesh: Mesh) -> int:
     """Where this rank's rows of `size` begin, as `Shard` deals them: each rank but the last has as many."""
     return min(size, -(-size // mesh.size()) * mesh.get_local_rank())
 

@@ -22,6 +22,9 @@ from trimaran.world.device import choose_device
 from trimaran.world.environment import WorkerEnvironment
 from trimaran.world.place import AXES, Place, place_of
 
+Mesh = DeviceMesh
+"""What the other floors call it: they are handed meshes, and make none."""
+
 # Ranks finish writing at different times. A rank that is dead ends the wait at once, by its closed connection.
 _SAVING_TIMEOUT = timedelta(hours=24)
 
