@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from parity_engine import start, whole_gradients, whole_state, whole_weights
+from parity_jobs import own_total, own_weight
 from parity_plain import Trace, optimizer_state
 from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ class TensorCase:
     micro_batch: int | None = None
     smoothing: float = 0.0
     plan: Literal["whole", "blocks"] = "whole"
+    own_loss: bool = False
 
     def __str__(self) -> str:
         words = (self.layout.replace(" ", "-"), self.attend, f"vocab{self.vocabulary}", self.optimizer, self.plan)
@@ -169,7 +171,9 @@ def build_job(case: TensorCase) -> tm.Job:
         data=samples(case.vocabulary),
         valid=samples(case.vocabulary)[:9],
         collate=tm.data.pad({"input_ids": 0}),
-        loss=tm.losses.next_token(label_smoothing=case.smoothing),
+        loss=tm.losses.custom(total=own_total, weight=own_weight)
+        if case.own_loss
+        else tm.losses.next_token(label_smoothing=case.smoothing),
         metrics={"accuracy": tm.losses.token_accuracy()},
         optimizer=optimizer,
         global_batch=GLOBAL_BATCH,
@@ -232,8 +236,11 @@ def _global_batches(case: TensorCase) -> Iterator[list[dict[str, Tensor]]]:
 
 def _mean_loss(case: TensorCase, model: nn.Module, batch: list[dict[str, Tensor]]) -> Tensor:
     pad = nn.utils.rnn.pad_sequence
-    logits = model(pad([each["input_ids"] for each in batch], batch_first=True))[:, :-1]
-    labels = pad([each["labels"] for each in batch], batch_first=True, padding_value=-100)[:, 1:]
+    inputs = pad([each["input_ids"] for each in batch], batch_first=True)
+    labels = pad([each["labels"] for each in batch], batch_first=True, padding_value=-100)
+    if case.own_loss:
+        return own_total(model(inputs), {"labels": labels}) / own_weight({"labels": labels})
+    logits, labels = model(inputs)[:, :-1], labels[:, 1:]
     options: dict[str, Any] = {"ignore_index": -100, "label_smoothing": case.smoothing, "reduction": "sum"}
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options) / (labels != -100).sum()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from parity_engine import assert_close, assert_same_bits, assert_state_close
+from parity_engine import assert_close, assert_same_bits, assert_state_close, excesses
 from tensor_jobs import TensorCase, engine_run, plain_run
 from test_parity_steps import FP32, FP64
 
@@ -58,6 +58,24 @@ def test_what_is_not_declared_is_replicated(pool: Pool, layout: str) -> None:
 @pytest.mark.parametrize("more", ["", " sp=true", " recompute=full", " sp=true recompute=selective"])
 def test_with_shards(pool: Pool, stage: int, more: str) -> None:
     check(pool, TensorCase(f"dp=2 tp=2 zero={stage}{more}", attend="chunk", micro_batch=2), FP64)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2 sp=true"])
+def test_an_own_loss(pool: Pool, layout: str) -> None:
+    check(pool, TensorCase(layout, own_loss=True, micro_batch=2), FP64)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2 tp=2 sp=true"])
+def test_bf16_is_as_near_to_float64_as_on_one_process(pool: Pool, layout: str) -> None:
+    """Partial sums are rounded once more each: what differs from one process is of the size of its own rounding."""
+    case = TensorCase(layout, precision="bf16", attend="chunk")
+    exact = plain(replace(case, layout="", precision="fp64")).first_gradients
+    mine = pool.run(engine_run, case.num_ranks, case)[0].first_gradients
+    theirs = pool.run(engine_run, 1, replace(case, layout=""))[0].first_gradients
+    errors = [
+        max(excesses({name: each.double() for name, each in one.items()}, exact).values()) for one in (mine, theirs)
+    ]
+    assert errors[0] < 1.5 * errors[1]
 
 
 def test_sgd_in_float32(pool: Pool) -> None:

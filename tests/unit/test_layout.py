@@ -40,12 +40,11 @@ def test_defaults_are_not_printed() -> None:
         ("recompute=all", "recompute='all' is unknown."),
         ("sp=maybe", "sp='maybe'."),
         ("dp = 2", "'dp' is not of the form"),
-        ("tp=2", "tp=2 is not built yet."),
         ("pp=2", "pp=2 is not built yet."),
         ("shard=2", "shard=2 with zero=0."),
         ("pipe=gpipe", "pipe=gpipe is not built yet."),
         ("vpp=2", "vpp=2 is not built yet."),
-        ("sp=true", "sp=True is not built yet."),
+        ("sp=true", "sp=true with tp=1."),
     ],
 )
 def test_refused_layouts(text: str, said: str) -> None:

@@ -50,7 +50,7 @@ class TensorParallel:
         self._functions = PartwiseFunctions()
         self._watch: Watch | None = Watch(self._functions)
         self._is_active = False
-        self._entered: tuple[Tensor, Tensor, tuple[bool, int]] | None = None
+        self._entered: tuple[Tensor, Tensor, tuple[int, bool, int]] | None = None
 
     @property
     def between(self) -> Placement:
@@ -78,7 +78,11 @@ class TensorParallel:
             dispatcher._allow_implicit_replication = before
 
     def wrap_loss(self, loss: Loss) -> Loss:
-        """The loss, computed on cut logits; its total is a plain scalar, from which a backward may start."""
+        """The loss, computed on cut logits where it says that it can; its total is a plain scalar.
+
+        It says so by an attribute `takes_cut_logits`; what it needs is `F.cross_entropy` of logits [N, V]. For other
+        losses, which may do what torch's DTensor does wrongly on a slice (gather), the output is gathered.
+        """
         return _CutLoss(loss, self)
 
     def enter(self, x: Tensor) -> Tensor:
@@ -86,12 +90,13 @@ class TensorParallel:
 
         Layers that read the same activation, such as queries, keys and values, share one gather, and one sum.
         """
-        pass_ = (torch.is_grad_enabled(), torch._C._current_graph_task_id())
-        if self._entered is not None and self._entered[0] is x and self._entered[2] == pass_:
+        # Not one that was changed in place since, nor one of a forward before recompute runs it again.
+        moment = (x._version, torch.is_grad_enabled(), torch._C._current_graph_task_id())
+        if self._entered is not None and self._entered[0] is x and self._entered[2] == moment:
             return self._entered[1]
         with self.declared():
             whole = as_dtensor(x, self.mesh).redistribute(placements=[_WHOLE])
-        self._entered = (x, whole, pass_)
+        self._entered = (x, whole, moment)
         return whole
 
     def declared(self) -> AbstractContextManager[None]:
@@ -147,6 +152,8 @@ class _CutLoss:
 
     def total(self, output: Any, batch: Batch, /) -> Tensor:
         with self._tensor.active():
+            if not getattr(self._loss, "takes_cut_logits", False):
+                output = map_tensors(output, _gather)
             total = self._loss.total(output, batch)
             return total.full_tensor() if isinstance(total, DTensor) else total
 

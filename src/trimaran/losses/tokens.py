@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,6 +32,8 @@ class next_token:
     inputs: str = "input_ids"
     ignore_index: int = -100
     label_smoothing: float = 0.0
+    takes_cut_logits: ClassVar[bool] = True
+    """Whether a total needs the vocabulary's logits in one place, with tensor parallelism; it does not."""
 
     def __post_init__(self) -> None:
         check_key("next_token", "labels", self.labels)
