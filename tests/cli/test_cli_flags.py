@@ -133,7 +133,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("tiny.py --run .", "--run '.' names no directory of its own."),
         ("--steps 4 tiny.py", "was given '--steps' before the job file.|Write trimaran train JOB.py"),
         ("", "trimaran train was given no job file."),
-        ("tiny.py --layout tp=2", "tp=2 is not built yet.|Leave tp out."),
+        ("tiny.py --layout pp=2", "pp=2 is not built yet.|Leave pp out."),
         ("tiny.py --layout dpp=2", "'dpp' is no axis of a layout.|Did you mean"),
         ("tiny.py --layout dp=2", "is 2 ranks, and there are 1.|--procs 2"),
         ("tiny.py --layout precision=bf61", "Did you mean 'bf16'?"),
