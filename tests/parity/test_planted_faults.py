@@ -161,12 +161,17 @@ def keep_stale_gradients(world: World) -> Patches:
 
 
 def norm_without_scale(world: World) -> Patches:
-    return [instead(step, "global_norm", lambda original, gradients: original(gradients) * 2.0**16)]
+    return [instead(step, "global_norm", lambda original, *args, **kwargs: original(*args, **kwargs) * 2.0**16)]
 
 
 def count_twice_in_norm(world: World) -> Patches:
-    """The first parameter that is trained, which is embed.weight."""
-    return [instead(step, "global_norm", lambda original, gradients: original([*gradients, _of_embedding(gradients)]))]
+    """The tied weight, once for the embedding and once for the head."""
+
+    def norm(original: Any, gradients: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = original([*gradients, _of_embedding(gradients)], *args, **kwargs)
+        return result
+
+    return [instead(step, "global_norm", norm)]
 
 
 def _of_embedding(gradients: list[Tensor]) -> Tensor:
@@ -201,7 +206,13 @@ def other_weights_on_rank_1(world: World) -> Patches:
 
 
 def other_seed(world: World) -> Patches:
-    return [instead(parallelize, "build_model", lambda original, constructor, seed: original(constructor, seed + 1))]
+    return [
+        instead(
+            parallelize,
+            "build_model",
+            lambda original, constructor, seed, *args: original(constructor, seed + 1, *args),
+        )
+    ]
 
 
 def no_update_on_rank_1(world: World) -> Patches:
