@@ -19,9 +19,7 @@ from torch.overrides import TorchFunctionMode
 from trimaran.errors import LayoutError
 from trimaran.world.groups import Mesh
 
-_SPLITS = frozenset(
-    {torch.chunk, Tensor.chunk, torch.split, Tensor.split, torch.tensor_split, Tensor.tensor_split}  # type: ignore[arg-type]
-)
+_SPLITS = frozenset({torch.chunk, Tensor.chunk, torch.split, Tensor.split, torch.tensor_split, Tensor.tensor_split})
 _HARMLESS = frozenset({"__get__", "size", "dim", "stride", "numel", "is_floating_point", "register_hook", "__repr__"})
 _PARTS = "_trimaran_parts"
 
