@@ -200,7 +200,7 @@ def _cut_dims(model: nn.Module, declared: Mapping[str, Declaration], tensor: Ten
         module = model.get_submodule(name)
         if isinstance(declaration, Rowwise):
             assert isinstance(module, nn.Linear)
-            dims[module.weight] = 1
+            dims[module.get_parameter("weight")] = 1
         elif isinstance(declaration, Colwise | Vocab):
             for key, parameter in module.named_parameters(recurse=False):
                 dims[parameter] = 0
