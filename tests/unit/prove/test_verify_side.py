@@ -120,3 +120,15 @@ def test_what_a_run_would_refuse_is_refused() -> None:
     )
     with pytest.raises(tm.errors.LossError, match="returns a mean"):
         side_of(job(loss=mean))
+
+
+def test_both_sides_in_this_process() -> None:
+    result = tm.verify_job(job(), "micro_batch=12", steps=2, device="cpu")
+    assert result is not None
+    assert result.equal
+    assert (result.layout, result.against) == (
+        "dp=1 micro_batch=12 precision=fp64",
+        "dp=1 micro_batch=32 precision=fp64",
+    )
+    with pytest.raises(tm.errors.UsageError, match="several processes"):
+        tm.verify_job(job(), against="dp=2", device="cpu")
