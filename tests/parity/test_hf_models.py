@@ -60,6 +60,20 @@ def test_tensor_parallelism_by_their_own_plan(pool: Pool, case: HFCase) -> None:
     check(pool, case)
 
 
+def written(layout: str) -> list[int]:
+    """What an untrained Llama writes, with its cache of keys and values."""
+    model = start(build_job(HFCase("llama")), layout=layout)[0].model
+    with torch.no_grad():
+        ids = model.generate(
+            torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0
+        )
+    return list(ids[0].tolist())
+
+
+def test_a_cut_model_writes_what_the_whole_one_does(pool: Pool) -> None:
+    assert pool.run(written, 2, "tp=2 sp=true") == [written("")] * 2
+
+
 def test_tied_weights_stay_tied_and_learn() -> None:
     engine, loader, _ = start(build_job(HFCase("gpt2")))
     before = engine.model.lm_head.weight.clone()

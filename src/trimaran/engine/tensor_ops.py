@@ -40,6 +40,8 @@ class PartwiseFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         before, self.current = self.current, getattr(func, "__name__", str(func))
         try:
+            if func is torch.cat and args:
+                args = (_without_empty(args[0]), *args[1:])
             if args and isinstance(args[0], DTensor):
                 if func is F.scaled_dot_product_attention:
                     return _attend(*args, **kwargs)
@@ -50,6 +52,13 @@ class PartwiseFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.current = before
+
+
+def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """torch.cat passes over tensors [0], with which caches of keys and values begin; DTensor's does not."""
+    if not any(isinstance(each, DTensor) for each in tensors):
+        return tensors
+    return [each for each in tensors if isinstance(each, DTensor) or tuple(each.shape) != (0,)]
 
 
 def look_up(embedding: nn.Embedding, ids: Tensor, mesh: Mesh, placement: Placement) -> Tensor:
