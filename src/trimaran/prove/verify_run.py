@@ -19,6 +19,7 @@ from trimaran.batch import RankBatch
 from trimaran.checkpoint import StateNames, load_weights
 from trimaran.data import BatchLoader, Order, build_loader
 from trimaran.engine import Engine, build_engine, try_micro_batch
+from trimaran.engine.tensor import undeal
 from trimaran.job import Job
 from trimaran.layout import ResolvedLayout
 from trimaran.prove.verify_activations import Recorder, gather_activations
@@ -115,7 +116,7 @@ class _Runner:
         self._engine = engine
         self._world = world
         self._side = side
-        self._names = StateNames(engine.model, engine.optimizer)
+        self._names = StateNames(engine.model, engine.optimizer, engine.updated)
 
     def run(self, loader: BatchLoader, job: Job, *, compiled: bool) -> None:
         engine, side = self._engine, self._side
@@ -193,7 +194,10 @@ class _Runner:
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """All of a tensor of the model, its gradients or its optimizer, as the plain model has it."""
-        return whole(tensor)
+        found = whole(tensor)
+        dealt = self._engine.dealt
+        order = dealt.get(name) or dealt.get(name.rpartition(".")[0])  # of optimizer state: the parameter's
+        return undeal(found, order) if order is not None and found.dim() else found
 
 
 def _describe(layout: ResolvedLayout) -> str:
@@ -223,7 +227,7 @@ def _gather_cuts(batch: RankBatch, world: World) -> list[tuple[int, int]]:
 
 def _options(engine: Engine) -> dict[str, dict[str, Any]]:
     """Parameter name -> the options of its group that can be compared."""
-    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in engine.updated.items()}
     found: dict[str, dict[str, Any]] = {}
     for group in engine.optimizer.param_groups:
         plain = {
