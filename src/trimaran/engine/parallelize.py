@@ -14,7 +14,7 @@ from trimaran.engine.precision import parameter_dtype
 from trimaran.engine.shard import apply_shards, own_part
 from trimaran.engine.step import Engine
 from trimaran.engine.tensor import apply_tensor
-from trimaran.errors import JobError, LayoutError
+from trimaran.errors import LayoutError
 from trimaran.job import Job
 from trimaran.layout import ResolvedLayout
 from trimaran.phases import Phases
@@ -93,7 +93,7 @@ def build_engine(
 
 def _need_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], wanted: str) -> Mapping[str, nn.Module]:
     if not blocks:
-        raise JobError(
+        raise LayoutError(
             f"{wanted}, and {type(model).__name__} has no blocks.",
             "It is applied to each of a model's repeated parts: those of its ModuleLists, or those that the job names.",
             'Name them in the job, as in blocks="layers.*".',
