@@ -58,7 +58,7 @@ def test_all_layouts_in_a_line_each(tmp_path: Path) -> None:
     assert lines[1].startswith("equal    dp=2 micro_batch=2 precision=fp64  (off by ")
     refused = [line for line in lines if line.startswith("refused")]
     assert len(refused) == 2  # the model has no blocks
-    assert all("recompute=full" in line and "has no blocks." in line for line in refused)
+    assert all("recompute=" in line and "has no blocks." in line for line in refused)
     assert lines[-1].startswith(f"layouts  {len(lines) - 2 - len(refused)} equal, {len(refused)} refused")
 
 
