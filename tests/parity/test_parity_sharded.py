@@ -58,7 +58,7 @@ def test_recompute_changes_nothing(pool: Pool, layout: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["compile=true", "zero=3 compile=true recompute=full"])
 def test_compiled_blocks_change_nothing(pool: Pool, layout: str) -> None:
-    case = Case("stack", dp=2, layout=layout, micro_batch=2)
+    case = Case("stack", dp=2, layout=layout, global_batch=8, epochs=1)  # few shapes: each is compiled
     traces = pool.run(engine_run, 2, case, timeout=400)
     assert_same_bits(traces)
     assert_close(traces[0].first_gradients, reference(case).first_gradients, FP64, "first gradient")
