@@ -61,7 +61,7 @@ def living_bytes() -> int:
     for each in gc.get_objects():
         if isinstance(each, Tensor) and type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu":
             for tensor in (each, each.grad if each.is_leaf else None):  # a gradient need not have been seen by Python
-                if tensor is not None:
+                if tensor is not None and tensor.layout is torch.strided:
                     storage = tensor.untyped_storage()
                     storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

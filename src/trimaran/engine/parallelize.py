@@ -71,7 +71,8 @@ def build_engine(
     updated = local_parameters(model)
     optimizer = job.optimizer.build(updated.items(), lr)
     if shards is not None or tensor is not None:
-        refuse_whole_tensor_optimizer(optimizer, f"zero={layout.zero} tp={layout.tp}")
+        cut = [f"zero={layout.zero}"] * (shards is not None) + [f"tp={layout.tp}"] * (tensor is not None)
+        refuse_whole_tensor_optimizer(optimizer, " ".join(cut))
     return Engine(
         model=model,
         world=world,
