@@ -36,11 +36,6 @@ class Shards:
         for index, group in enumerate(self._groups):
             group.register_forward_pre_hook(partial(self._note_use, index))
 
-    @property
-    def num_groups(self) -> int:
-        """Modules whose parameters are gathered and given back together."""
-        return len(self._groups)
-
     def take_in(self) -> None:
         """Gathers from now on what was put in place of the first parameters. Every rank must call it."""
         for group in self._groups:
